@@ -1,0 +1,227 @@
+"""Portable attention in tiles: pure JAX, memory linear in T, work that follows the samples.
+
+Axes: T tokens, h query heads, k key/value heads, g = h / k query heads a key/value head, D head width;
+N blocks of B tokens, and a tile is one query block against one key block.
+
+The forward pass is the online softmax of FlashAttention-2 (Dao 2023, algorithm 1); the backward pass rebuilds
+each tile's probabilities from the saved `lse` (algorithm 2). Because the tokens of a sample are one
+contiguous run, what a query sees is one interval of keys that ends at itself, so which tiles hold any work is
+a pair of bounds per block. The bounds are data: loops run from one to the other, and a new pack never
+recompiles.
+"""
+
+import dataclasses
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+
+# Below every score that float32 attention can meet, yet finite: `m - m` must not be NaN in rows that have
+# seen no key so far.
+_LOWEST = -1e30
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+  """The interval of blocks each block meets, `[first, end)`; all fields int32.
+
+  Attributes:
+    key_first, key_end: [N], key blocks that query block i meets; equal where it meets none.
+    query_first, query_end: [N], query blocks that key block j meets.
+    blocks: [], blocks up to the last that holds a token of a sample.
+  """
+
+  key_first: chex.Array
+  key_end: chex.Array
+  query_first: chex.Array
+  query_end: chex.Array
+  blocks: chex.Array
+
+
+def block_tokens(tokens: int) -> int:
+  """Tokens in a block, for T tokens."""
+  return min(128, max(8, 1 << (tokens - 1).bit_length()))
+
+
+def first_keys(segments: chex.Array, window: int | None) -> tuple[chex.Array, chex.Array]:
+  """The keys each query sees, and the queries that see each key, as intervals.
+
+  Returns:
+    `(first_key, last_query)`, int32 [T] each: query t sees keys `first_key[t] .. t`, and key t is seen by
+    queries `t .. last_query[t]`. At padding they are T and -1, which make both intervals empty.
+  """
+  (tokens,) = segments.shape
+  place = jnp.arange(tokens, dtype=jnp.int32)
+  change = segments[1:] != segments[:-1]
+  edge = jnp.ones(1, bool)
+  begins, ends = jnp.concatenate([edge, change]), jnp.concatenate([change, edge])
+  first = jax.lax.cummax(jnp.where(begins, place, 0))
+  last = jax.lax.cummin(jnp.where(ends, place, tokens - 1), reverse=True)
+  if window is not None:
+    reach = min(window, tokens) - 1
+    first, last = jnp.maximum(first, place - reach), jnp.minimum(last, place + reach)
+  valid = segments >= 0
+  return jnp.where(valid, first, tokens), jnp.where(valid, last, -1)
+
+
+def tile_bounds(first_key: chex.Array, last_query: chex.Array, block: int) -> Tiles:
+  """Which tiles hold work, from the intervals of `first_keys` for a T that `block` divides."""
+  first_key, last_query = first_key.reshape(-1, block), last_query.reshape(-1, block)
+  n = first_key.shape[0]
+  own = jnp.arange(n, dtype=jnp.int32)
+  used = (last_query >= 0).any(1)
+  return Tiles(
+    key_first=jnp.where(used, first_key.min(1) // block, own),
+    key_end=jnp.where(used, own + 1, own),
+    query_first=own,
+    query_end=jnp.where(used, last_query.max(1) // block + 1, own),
+    blocks=jnp.where(used, own + 1, 0).max(),
+  )
+
+
+def _to_blocks(x: chex.Array, valid: chex.Array, block: int, kv_heads: int) -> chex.Array:
+  """[T, k * g, D] to [N, k, g * B, D], zero where `valid` [N * B] says padding (which may hold NaN)."""
+  tokens, heads, width = x.shape
+  x = jnp.pad(x, ((0, valid.shape[0] - tokens), (0, 0), (0, 0)))
+  x = jnp.where(valid[:, None, None], x, 0)
+  x = x.reshape(-1, block, kv_heads, heads // kv_heads, width).transpose(0, 2, 3, 1, 4)
+  return x.reshape(-1, kv_heads, heads // kv_heads * block, width)
+
+
+def _from_blocks(x: chex.Array, block: int, tokens: int) -> chex.Array:
+  """[N, k, g * B, D] to [T, k * g, D]."""
+  n, kv_heads, rows, width = x.shape
+  x = x.reshape(n, kv_heads, rows // block, block, width).transpose(0, 3, 1, 2, 4)
+  return x.reshape(n * block, -1, width)[:tokens]
+
+
+def _at(x: chex.Array, i: chex.Array) -> chex.Array:
+  return jax.lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+
+
+def _put(x: chex.Array, value: chex.Array, i: chex.Array) -> chex.Array:
+  return jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), i, 0)
+
+
+def _dot(spec: str, a: chex.Array, b: chex.Array) -> chex.Array:
+  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
+
+
+def _scores(q: chex.Array, k: chex.Array, first_key: chex.Array, i: chex.Array, j: chex.Array, scale: float):
+  """Scaled scores of tile (i, j) and its mask, from q [k, g * B, D], k [k, B, D] and first_key [B].
+
+  Returns float32 [k, g * B, B] and bool [g * B, B].
+  """
+  block = k.shape[1]
+  lane = jnp.arange(block, dtype=jnp.int32)
+  query, key = i * block + lane, j * block + lane
+  mask = (key >= first_key[:, None]) & (key <= query[:, None])
+  return _dot('kqd,ksd->kqs', q, k) * scale, jnp.tile(mask, (q.shape[1] // block, 1))
+
+
+def _prepare(segments: chex.Array, window: int | None):
+  """Returns `(block, valid [N * B], first_key [N, B], Tiles)`."""
+  (tokens,) = segments.shape
+  block = block_tokens(tokens)
+  segments = jnp.pad(segments, (0, -tokens % block), constant_values=-1)
+  first_key, last_query = first_keys(segments, window)
+  return block, segments >= 0, first_key.reshape(-1, block), tile_bounds(first_key, last_query, block)
+
+
+def forward(
+  q: chex.Array, k: chex.Array, v: chex.Array, segments: chex.Array, window: int | None
+) -> tuple[chex.Array, chex.Array]:
+  """Returns `(out [T, h, D] in q's dtype, lse float32 [T, h])`; see `api.AttentionImpl`."""
+  tokens, heads, width = q.shape
+  kv_heads = k.shape[1]
+  chex.assert_shape([k, v], (tokens, kv_heads, width))
+  chex.assert_shape(segments, (tokens,))
+
+  block, valid, first_key, tiles = _prepare(segments, window)
+  qb, kb, vb = (_to_blocks(x, valid, block, kv_heads) for x in (q, k, v))
+  scale = 1 / math.sqrt(width)
+  rows = qb.shape[1:3]
+
+  def query_block(i, carry):
+    q_i, first_i = _at(qb, i), _at(first_key, i)
+
+    def tile(j, state):
+      acc, top, total = state
+      scores, mask = _scores(q_i, _at(kb, j), first_i, i, j, scale)
+      scores = jnp.where(mask, scores, -jnp.inf)
+      new_top = jnp.maximum(top, scores.max(-1))
+      weights = jnp.exp(scores - new_top[..., None])
+      keep = jnp.exp(top - new_top)
+      acc = acc * keep[..., None] + _dot('kqs,ksd->kqd', weights.astype(v.dtype), _at(vb, j))
+      return acc, new_top, total * keep + weights.sum(-1)
+
+    start = (
+      jnp.zeros((*rows, width), jnp.float32),
+      jnp.full(rows, _LOWEST, jnp.float32),
+      jnp.zeros(rows, jnp.float32),
+    )
+    acc, top, total = jax.lax.fori_loop(_at(tiles.key_first, i), _at(tiles.key_end, i), tile, start)
+    seen = total > 0  # padding rows have seen nothing
+    total = jnp.where(seen, total, 1)
+    out, lse = carry
+    return _put(out, acc / total[..., None], i), _put(lse, jnp.where(seen, top + jnp.log(total), 0), i)
+
+  start = jnp.zeros_like(qb), jnp.zeros(qb.shape[:3], jnp.float32)
+  out, lse = jax.lax.fori_loop(0, tiles.blocks, query_block, start)
+  return _from_blocks(out, block, tokens), _from_blocks(lse[..., None], block, tokens)[..., 0]
+
+
+def backward(
+  q: chex.Array,
+  k: chex.Array,
+  v: chex.Array,
+  segments: chex.Array,
+  window: int | None,
+  out: chex.Array,
+  lse: chex.Array,
+  dout: chex.Array,
+) -> tuple[chex.Array, chex.Array, chex.Array]:
+  """Returns `(dq, dk, dv)`, each like its input; see `api.AttentionImpl`.
+
+  One pass over key blocks: dk and dv of a block are sums over its query blocks, dq is added to in place.
+  """
+  tokens, heads, width = q.shape
+  kv_heads = k.shape[1]
+  chex.assert_shape([k, v], (tokens, kv_heads, width))
+  chex.assert_equal_shape([q, out, dout])
+  chex.assert_shape(lse, (tokens, heads))
+  chex.assert_shape(segments, (tokens,))
+
+  block, valid, first_key, tiles = _prepare(segments, window)
+  qb, kb, vb, doutb = (_to_blocks(x, valid, block, kv_heads) for x in (q, k, v, dout))
+  lseb = _to_blocks(lse[..., None], valid, block, kv_heads)
+  # The softmax's share of the gradient, one number a row: sum over D of out * dout.
+  outb = _to_blocks(out, valid, block, kv_heads)
+  delta = (outb.astype(jnp.float32) * doutb.astype(jnp.float32)).sum(-1, keepdims=True)
+  scale = 1 / math.sqrt(width)
+
+  def key_block(j, carry):
+    k_j, v_j = _at(kb, j), _at(vb, j)
+
+    def tile(i, state):
+      dq, dk_j, dv_j = state
+      q_i, dout_i = _at(qb, i), _at(doutb, i)
+      scores, mask = _scores(q_i, k_j, _at(first_key, i), i, j, scale)
+      weights = jnp.where(mask, jnp.exp(scores - _at(lseb, i)), 0)
+      dweights = _dot('kqd,ksd->kqs', dout_i, v_j)
+      dscores = (weights * (dweights - _at(delta, i)) * scale).astype(q.dtype)
+      dv_j = dv_j + _dot('kqs,kqd->ksd', weights.astype(q.dtype), dout_i)
+      dk_j = dk_j + _dot('kqs,kqd->ksd', dscores, q_i)
+      return _put(dq, _at(dq, i) + _dot('kqs,ksd->kqd', dscores, k_j), i), dk_j, dv_j
+
+    dq, dk, dv = carry
+    zero = jnp.zeros(k_j.shape, jnp.float32)
+    dq, dk_j, dv_j = jax.lax.fori_loop(
+      _at(tiles.query_first, j), _at(tiles.query_end, j), tile, (dq, zero, zero)
+    )
+    return dq, _put(dk, dk_j, j), _put(dv, dv_j, j)
+
+  start = jnp.zeros(qb.shape, jnp.float32), jnp.zeros_like(kb), jnp.zeros_like(vb)
+  dq, dk, dv = jax.lax.fori_loop(0, tiles.blocks, key_block, start)
+  return tuple(_from_blocks(x, block, tokens).astype(q.dtype) for x in (dq, dk, dv))

@@ -1,0 +1,61 @@
+"""The oracle: dense masked softmax, written to be read. Time and memory grow with T squared.
+
+Axes: T tokens, h query heads, k key/value heads, g = h / k query heads a key/value head, D head width.
+Computes in the input dtype, promoted to at least float32; float64 inputs stay float64.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+
+def visible(segments: chex.Array, window: int | None) -> chex.Array:
+  """Which keys each query sees: bool [T, T], query by key, from `segments` int32 [T]."""
+  place = jnp.arange(segments.shape[0])
+  back = place[:, None] - place[None, :]  # how many tokens the key lies before the query
+  mask = (segments[:, None] == segments[None, :]) & (segments[:, None] >= 0) & (back >= 0)
+  return mask if window is None else mask & (back < window)
+
+
+def forward(
+  q: chex.Array, k: chex.Array, v: chex.Array, segments: chex.Array, window: int | None
+) -> tuple[chex.Array, chex.Array]:
+  """Returns `(out [T, h, D] in q's dtype, lse float32 [T, h])`; see `api.AttentionImpl`."""
+  tokens, heads, width = q.shape
+  kv_heads = k.shape[1]
+  chex.assert_shape([k, v], (tokens, kv_heads, width))
+  chex.assert_shape(segments, (tokens,))
+
+  dtype = jnp.promote_types(q.dtype, jnp.float32)
+  valid = (segments >= 0)[:, None, None]
+  # `where`, not a product: padding may hold NaN.
+  q, k, v, out_dtype = *(jnp.where(valid, x, 0).astype(dtype) for x in (q, k, v)), q.dtype
+  q = q.reshape(tokens, kv_heads, heads // kv_heads, width)
+
+  scores = jnp.einsum('qkgd,skd->kgqs', q, k, precision='highest') / jnp.sqrt(jnp.array(width, dtype))
+  scores = jnp.where(visible(segments, window), scores, -jnp.inf)
+  top = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(dtype).min)  # finite where a row sees nothing
+  weights = jnp.exp(scores - jax.lax.stop_gradient(top))
+  total = weights.sum(-1, keepdims=True)
+  seen = total > 0
+  total = jnp.where(seen, total, 1)
+  out = jnp.einsum('kgqs,skd->qkgd', weights / total, v, precision='highest')
+  lse = jnp.where(seen, top + jnp.log(total), 0)[..., 0]  # [k, g, T]
+  return out.reshape(tokens, heads, width).astype(out_dtype), lse.reshape(heads, tokens).T.astype(jnp.float32)
+
+
+def backward(
+  q: chex.Array,
+  k: chex.Array,
+  v: chex.Array,
+  segments: chex.Array,
+  window: int | None,
+  out: chex.Array,
+  lse: chex.Array,
+  dout: chex.Array,
+) -> tuple[chex.Array, chex.Array, chex.Array]:
+  """Returns `(dq, dk, dv)` by differentiating `forward`; `out` and `lse` are not needed."""
+  del out, lse
+  chex.assert_equal_shape([q, dout])
+  _, pullback = jax.vjp(lambda *qkv: forward(*qkv, segments, window)[0], q, k, v)
+  return pullback(jnp.where((segments >= 0)[:, None, None], dout, 0))

@@ -1,0 +1,300 @@
+"""Run configs from gin files and `--set` overrides, and back to gin text.
+
+The files bind fields of the six config classes and nothing else:
+
+    TrainConfig.steps = 20
+    DataConfig.source = 'stdlib'
+
+Values are Python literals or macros (`%name`). A file may include one other, which itself includes none.
+gin parses and binds; this module checks each statement before it is bound, since only here are its file
+and line known, so that a mistake is one `ConfigError` that says where it is and what to write instead.
+Nothing here imports JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+import tokenize
+import typing
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import gin
+from gin import config as gin_config
+from gin import config_parser
+
+from repack_jax.config import ConfigError, RunConfig
+
+_OVERRIDE = '--set'
+_OVERRIDE_FORM = 'write Class.field=value, for example --set TrainConfig.steps=20'
+
+# Name of each config class -> the class, and -> the field of RunConfig that holds it.
+_CLASSES = {type(field.default).__name__: type(field.default) for field in dataclasses.fields(RunConfig)}
+_SECTIONS = {type(field.default).__name__: field.name for field in dataclasses.fields(RunConfig)}
+_FIELD_TYPES = {name: typing.get_type_hints(cls) for name, cls in _CLASSES.items()}
+
+for _name, _cls in _CLASSES.items():
+  gin.external_configurable(_cls, name=_name, module='repack_jax')
+
+
+def load(config_files: list[str], overrides: list[str]) -> RunConfig:
+  """Returns the run that the files and then the overrides describe; what they leave out has its default.
+
+  Later bindings win: files in their order, then overrides in theirs. An included file is searched beside
+  the file that includes it, then in the working directory. gin's global state is cleared before and after.
+
+  Args:
+    config_files: paths of gin files; may be empty.
+    overrides: what followed each `--set`, such as `TrainConfig.steps=20` or `DataConfig.source='stdlib'`.
+      A macro that a file defines can be overridden by `name=value`.
+
+  Raises:
+    ConfigError: a file is missing or broken, names no class or field that exists, or binds a bad value.
+  """
+  gin.clear_config()
+  try:
+    loader = _Loader()
+    for file in config_files:
+      loader.read_file(Path(file))
+    for text in overrides:
+      loader.read_override(text)
+    return loader.build()
+  finally:
+    gin.clear_config()
+
+
+def resolved(run: RunConfig) -> str:
+  """Returns gin text that binds every field of every config, from which `load` makes an equal run.
+
+  Raises:
+    ConfigError: a float is infinite or not a number, which gin text cannot hold.
+  """
+  lines = [
+    '# The resolved config of a run: every field, defaults and --set overrides included.',
+    '# Pass this file as the config to run the same again.',
+  ]
+  for config in run.sections():
+    lines.append('')
+    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+      key, value = f'{type(config).__name__}.{field.name}', getattr(config, field.name)
+      if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f'{key} = {value!r}: must be a finite number')
+      lines.append(f'{key} = {value!r}')
+  return '\n'.join(lines) + '\n'
+
+
+def _nearest(name: str, options: Iterable[str]) -> str | None:
+  """The option most like `name`, upper and lower case alike, or None where none is near."""
+  by_lower = {option.lower(): option for option in options}
+  found = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+  return by_lower[found[0]] if found else None
+
+
+def _did_you_mean(name: str, options: Iterable[str]) -> str:
+  """The tail of a message about an unknown name: the nearest option, or all of them."""
+  options = list(options)
+  nearest = _nearest(name, options)
+  return f"did you mean '{nearest}'?" if nearest else f'choose one of {", ".join(options)}'
+
+
+def _check_field(where: str, cls: str, field: str) -> None:
+  """Raises ConfigError unless `cls` is a config class that has `field`; `where` leads the message."""
+  if cls not in _CLASSES:
+    raise ConfigError(f'{where}: {cls}: no such class; {_did_you_mean(cls.split(".")[-1], _CLASSES)}')
+  if field in _FIELD_TYPES[cls]:
+    return
+  owners = [f'{other}.{field}' for other, types in _FIELD_TYPES.items() if field in types]
+  remedy = f'did you mean {" or ".join(owners)}?' if owners else _did_you_mean(field, _FIELD_TYPES[cls])
+  raise ConfigError(f'{where}: {cls}.{field}: no such field; {remedy}')
+
+
+def _value_remedy(where: str, text: str) -> str:
+  """What to write instead of the value in `text`, a binding that gin could not parse.
+
+  Raises ConfigError where the binding's class or field is already wrong, which is then the thing to fix.
+  """
+  bound = re.match(r'\s*(\w+)\.(\w+)\s*=\s*(.*)', text)
+  if not bound:
+    return "a line is Class.field = value, with strings in quotes, for example DataConfig.source = 'stdlib'"
+  cls, field, value = bound.groups()
+  _check_field(where, cls, field)
+  kind = _FIELD_TYPES[cls][field]
+  if kind is bool:
+    return 'write True or False'
+  if kind in (int, float):
+    return f'write a number of type {kind.__name__}'
+  quoted = f'{cls}.{field}={value.split("#")[0].strip().strip(chr(34) + chr(39))!r}'
+  if where == _OVERRIDE:
+    return f'quote the string, and the whole for the shell, which takes one pair of quotes off: "{quoted}"'
+  return f'quote the string: {quoted}'
+
+
+class _Reference:
+  """Stands for `@name` in a value, so that the check of the field's type reports it like any wrong value."""
+
+  def __init__(self, text: str):
+    self._text = text
+
+  def __repr__(self) -> str:
+    return self._text
+
+
+class _Delegate(gin_config.ParserDelegate):
+  """gin's own treatment of macros, with a note of the names used; references are left unresolved."""
+
+  def __init__(self) -> None:
+    super().__init__()
+    self.macros_used: list[str] = []
+
+  def configurable_reference(self, scoped_selector: str, evaluate: bool) -> _Reference:
+    return _Reference(f'@{scoped_selector}{"()" if evaluate else ""}')
+
+  def macro(self, name: str) -> object:
+    self.macros_used.append(name)
+    return super().macro(name)
+
+
+class _Loader:
+  """Binds statements in gin's global state and remembers where each came from."""
+
+  def __init__(self) -> None:
+    self._origins: dict[str, str] = {}  # 'Class.field' -> 'file:line' or '--set', for messages
+    self._macros_defined: dict[str, str] = {}
+    self._macros_used: dict[str, str] = {}
+
+  def read_file(self, path: Path, included: bool = False) -> None:
+    """Binds what a file says; `included` forbids an include in it."""
+    bound_here: dict[str, int] = {}
+    for statement in self._statements(_read(path), str(path)):
+      line = statement.location.line_num
+      where = f'{path}:{line}'
+      if isinstance(statement, config_parser.IncludeStatement):
+        if included or bound_here:
+          raise ConfigError(
+            f'{where}: include {statement.filename!r}: a file includes at most one other, in front of its '
+            'first binding, and that one includes none; put the bindings here instead'
+          )
+        bound_here['include'] = line
+        self.read_file(_find_include(path, statement.filename, where), included=True)
+      elif isinstance(statement, config_parser.BindingStatement):
+        key = f'{statement.selector}.{statement.arg_name}' if statement.arg_name else statement.selector
+        if key in bound_here:
+          raise ConfigError(f'{where}: {key}: also bound in line {bound_here[key]}; remove one of the two')
+        bound_here[key] = line
+        self._bind(statement, where)
+      elif isinstance(statement, config_parser.BlockDeclaration):
+        if statement.selector not in _CLASSES:
+          _check_field(where, statement.selector, '')
+      else:
+        raise ConfigError(f'{where}: import: a config only binds fields and imports nothing; remove the line')
+
+  def read_override(self, text: str) -> None:
+    """Binds what followed one `--set`."""
+    key, equals, value = (part.strip() for part in text.partition('='))
+    if not key or not equals or not value:
+      raise ConfigError(f'{_OVERRIDE} {text}: {_OVERRIDE_FORM}')
+    statements = list(self._statements(text, _OVERRIDE))
+    if len(statements) != 1 or not isinstance(statements[0], config_parser.BindingStatement):
+      raise ConfigError(f'{_OVERRIDE} {text}: {_OVERRIDE_FORM}')
+    statement = statements[0]
+    if not statement.arg_name and statement.selector not in self._macros_defined:
+      raise ConfigError(f'{_OVERRIDE} {text}: {_unknown_macro(statement.selector, self._macros_defined)}')
+    self._bind(statement, _OVERRIDE)
+
+  def build(self) -> RunConfig:
+    """Returns the run of all that was bound."""
+    for name, where in self._macros_used.items():
+      if name not in self._macros_defined:
+        remedy = _did_you_mean(name, self._macros_defined) if self._macros_defined else 'define it first'
+        raise ConfigError(f'{where}: %{name}: no such macro; {remedy}')
+    for name, where in self._macros_defined.items():
+      if name not in self._macros_used:
+        raise ConfigError(f'{where}: {_unknown_macro(name, ())}')
+    try:
+      # The bindings, not gin's wrapper of the class: that one would append its own text to our errors.
+      configs = {_SECTIONS[name]: cls(**gin.get_bindings(name)) for name, cls in _CLASSES.items()}
+      return RunConfig(**configs)
+    except ConfigError as error:
+      field = str(error).partition(' = ')[0]
+      where = f'{self._origins[field]}: ' if field in self._origins else ''
+      raise ConfigError(f'{where}{error}') from None
+    except RecursionError:
+      names = ', '.join(f'%{name}' for name in self._macros_defined)
+      raise ConfigError(f'macros {names}: one of them refers to itself; give it a plain value') from None
+
+  def _bind(self, statement: config_parser.BindingStatement, where: str) -> None:
+    scope, cls, field, value, _ = statement
+    if scope:
+      raise ConfigError(f'{where}: {scope}/{cls}: scopes are not used here; remove {scope + "/"!r}')
+    if field:
+      _check_field(where, cls, field)
+      self._origins[f'{cls}.{field}'] = where
+      gin.bind_parameter(f'{cls}.{field}', value)
+    else:
+      self._macros_defined[cls] = where
+      gin.bind_parameter((cls, 'gin.macro', 'value'), value)
+
+  def _statements(self, text: str, source: str) -> Iterator[typing.Any]:
+    """Yields gin's statements of `text`; its syntax errors become ConfigErrors that name the line."""
+    delegate = _Delegate()
+    try:
+      parser = config_parser.ConfigParser(text, delegate)
+      while statement := parser.parse_statement():
+        where = source if source == _OVERRIDE else f'{source}:{statement.location.line_num}'
+        for name in delegate.macros_used:
+          if '/' in name:
+            raise ConfigError(f'{where}: %{name}: scopes are not used here; name the macro without one')
+          self._macros_used.setdefault(name, where)
+        delegate.macros_used.clear()
+        yield statement
+    except (SyntaxError, tokenize.TokenError, RecursionError, StopIteration) as error:
+      raise _syntax_error(error, text, source) from None
+
+
+def _syntax_error(error: Exception, text: str, source: str) -> ConfigError:
+  """The one message for what gin's parser or Python's tokenizer raised on `text`."""
+  lines = text.splitlines() or ['']
+  number = error.lineno if isinstance(error, SyntaxError) else None
+  if isinstance(error, tokenize.TokenError) and len(error.args) > 1:
+    number = error.args[1][0]
+  # An end of file inside brackets or quotes is reported behind the last line.
+  number = min(max(number or 1, 1), len(lines))
+  line = lines[number - 1].strip()
+  where = source if source == _OVERRIDE else f'{source}:{number}'
+  return ConfigError(f'{where}: cannot read `{line}`: {_value_remedy(where, line)}')
+
+
+def _unknown_macro(name: str, macros: Iterable[str]) -> str:
+  """A message for `name = value` that has no effect: most likely a field without its class."""
+  owners = [f'{cls}.{name}' for cls, types in _FIELD_TYPES.items() if name in types]
+  if owners:
+    return f'{name}: a field needs its class; write {" or ".join(owners)}'
+  nearest = _nearest(name, macros)
+  return f'{name}: ' + (
+    f"no such macro; did you mean '{nearest}'?" if nearest else 'no binding uses this macro'
+  )
+
+
+def _read(path: Path) -> str:
+  try:
+    return path.read_text(encoding='utf-8-sig')
+  except FileNotFoundError:
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob('*.gin')], n=1)
+    remedy = f"did you mean '{path.parent / near[0]}'?" if near else 'give the path of a .gin file'
+    raise ConfigError(f'{path}: no such config file; {remedy}') from None
+  except OSError as error:
+    raise ConfigError(f'{path}: cannot read the config file ({error.strerror}); give a .gin file') from None
+  except UnicodeDecodeError:
+    raise ConfigError(f'{path}: the config file is not UTF-8 text; give a .gin file') from None
+
+
+def _find_include(includer: Path, name: str, where: str) -> Path:
+  candidates = [includer.parent / name, Path(name)]
+  for candidate in candidates:
+    if candidate.is_file():
+      return candidate
+  tried = ' nor '.join(dict.fromkeys(f"'{candidate}'" for candidate in candidates))
+  raise ConfigError(f'{where}: include {name!r}: there is no file {tried}; correct the path')

@@ -1,0 +1,68 @@
+"""The device mesh: axis names and shardings, in this file only.
+
+`data` holds copies of the domain; a domain is `node` x `local`, and `local` lies on the fast link.
+"""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from repack_jax.config import ClusterConfig, ConfigError
+from repack_jax.plan import LOCAL
+
+DATA, NODE, LOCAL_AXIS = 'data', 'node', 'local'
+DOMAIN_AXES = (NODE, LOCAL_AXIS)
+ALL_AXES = (DATA, NODE, LOCAL_AXIS)
+RANK_BLOCKS = PartitionSpec(ALL_AXES)
+REPLICATED = PartitionSpec()
+
+
+def scope_axes(scope: str) -> tuple[str, ...]:
+  """The mesh axes that an exchange scope spans."""
+  return (LOCAL_AXIS,) if scope == LOCAL else DOMAIN_AXES
+
+
+def make_mesh(cluster: ClusterConfig) -> Mesh:
+  """The mesh of the config over JAX's devices, in their order (hosts and nodes are consecutive).
+
+  Raises:
+    ConfigError: where there are more or fewer devices than ranks.
+  """
+  devices = jax.devices()
+  if len(devices) < cluster.num_ranks or (devices[0].platform != 'cpu' and len(devices) != cluster.num_ranks):
+    raise ConfigError(
+      f'ClusterConfig.domains x nodes x ranks_per_node = {cluster.domains} x {cluster.nodes} x '
+      f'{cluster.ranks_per_node} = {cluster.num_ranks} ranks, but JAX sees {len(devices)} '
+      f"{devices[0].platform} devices. Change these to fit, or set ClusterConfig.platform = 'cpu' to emulate"
+    )
+  grid = np.asarray(devices[: cluster.num_ranks]).reshape(
+    cluster.domains, cluster.nodes, cluster.ranks_per_node
+  )
+  return Mesh(grid, ALL_AXES, axis_types=(AxisType.Auto,) * len(ALL_AXES))
+
+
+def domain_size(mesh: Mesh) -> int:
+  return mesh.shape[NODE] * mesh.shape[LOCAL_AXIS]
+
+
+def parameter_spec(shape: tuple[int, ...], expert_axis: int | None, mesh: Mesh) -> PartitionSpec:
+  """How a parameter is sharded: over the domain, along its largest dimension that the ranks divide.
+
+  Spread experts are sharded over `local` along the expert dimension and over `node` along another. A
+  parameter with no such dimension is replicated. All copies along `data` are equal.
+  """
+  entries: list[object] = [None] * len(shape)
+  axes, ways = DOMAIN_AXES, domain_size(mesh)
+  if expert_axis is not None:
+    entries[expert_axis] = LOCAL_AXIS
+    axes, ways = (NODE,), mesh.shape[NODE]
+  free = [d for d in range(len(shape)) if d != expert_axis and shape[d] % ways == 0]
+  if free and ways > 1:
+    entries[max(free, key=lambda d: shape[d])] = axes
+  return PartitionSpec(*entries)
+
+
+def sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+  return NamedSharding(mesh, spec)

@@ -1,0 +1,53 @@
+"""Adversarial batches and hand-made plans, shared by tests and benchmarks."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from repack_jax.plan import Group, Plan
+
+
+def random_plan(
+  rng: np.random.Generator,
+  num_ranks: int,
+  capacity_tokens: int,
+  max_degree: int,
+  ranks_per_node: int = 8,
+  domain_ranks: int | None = None,
+  fill: float = 0.8,
+  wide_children: float = 0.2,
+) -> Plan:
+  """A random legal plan: random tilings, skewed sample lengths, some empty groups, some full ones."""
+  domain_ranks = domain_ranks or num_ranks
+  parents, children, lengths = [], [], []
+
+  def tile(first: int, size: int, widest: int) -> list[tuple[int, int]]:
+    if size > widest or (size > 1 and rng.random() < 0.5):
+      half = size // 2
+      return tile(first, half, widest) + tile(first + half, half, widest)
+    return [(first, size)]
+
+  for domain in range(0, num_ranks, domain_ranks):
+    for first, size in tile(domain, domain_ranks, max_degree):
+      inside = tile(first, size, ranks_per_node)
+      if rng.random() < wide_children:
+        inside = [(first, size)]
+      stream: list[int] = []
+      for child_first, child_size in inside:
+        room = child_size * capacity_tokens
+        choice = rng.random()
+        budget = 0 if choice < 0.2 else room if choice > 0.9 else int(room * fill * rng.random())
+        samples = []
+        while budget > 0:
+          length = budget if rng.random() < 0.3 else int(rng.integers(1, budget + 1))
+          samples.append(len(lengths))
+          lengths.append(length)
+          budget -= length
+        children.append(Group(child_first, child_size, tuple(samples)))
+        stream += samples
+      parents.append(Group(first, size, tuple(stream)))
+  ids = tuple(range(len(lengths)))
+  return Plan(
+    ids, tuple(lengths), tuple(parents), tuple(children), 'repack', capacity_tokens, num_ranks,
+    domain_ranks, min(ranks_per_node, domain_ranks),
+  ).validate()  # fmt: skip

@@ -1,0 +1,20 @@
+"""32 emulated CPU devices for the whole suite, fixed before JAX starts; too few is an error, never a skip."""
+
+import os
+import pathlib
+import sys
+
+NUM_DEVICES = 32
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+os.environ['JAX_PLATFORMS'] = 'cpu'
+
+import jax  # noqa: E402
+
+jax.config.update('jax_num_cpu_devices', NUM_DEVICES)
+jax.config.update('jax_compilation_cache_dir', os.environ.get('JAX_COMPILATION_CACHE_DIR', '.cache/jax'))
+jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
+
+
+def pytest_sessionstart(session):
+  assert len(jax.devices()) == NUM_DEVICES, 'the suite needs 32 emulated CPU devices'
