@@ -330,3 +330,43 @@ def _dense_move(ex, heads_of, rows, route, stream):
     for x, degree in zip(received[1:], ex.degrees[1:], strict=True)
   ]
   return lax.switch(route.log2_size, branches)
+
+
+# --- experts: equal blocks whose fill is known at run time only -------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def exchange_blocks(
+  axis: str, implementation: str, blocks: jax.Array, send_rows: jax.Array, recv_rows: jax.Array
+) -> jax.Array:
+  """Sends block j of [L, C, d] to the axis' rank j, which keeps it as block i for the sender's place i.
+
+  Args:
+    blocks: L blocks of C rows; the first `send_rows[j]` of block j count.
+    send_rows, recv_rows: int32 [L]. `ragged` ships only these rows; `dense` ships whole blocks.
+
+  Returns:
+    [L, C, d]; rows past `recv_rows[i]` of block i are undefined.
+  """
+  count, rows, width = blocks.shape
+  if implementation == 'dense':
+    return lax.all_to_all(blocks, axis, split_axis=0, concat_axis=0)
+  starts = jnp.arange(count, dtype=jnp.int32) * rows
+  mine = jnp.broadcast_to(lax.axis_index(axis).astype(jnp.int32) * rows, starts.shape)
+  flat = blocks.reshape(count * rows, width)
+  received = lax.ragged_all_to_all(
+    flat, jnp.zeros_like(flat), starts, send_rows, mine, recv_rows, axis_name=axis
+  )
+  return received.reshape(blocks.shape)
+
+
+def _exchange_blocks_fwd(axis, implementation, blocks, send_rows, recv_rows):
+  return exchange_blocks(axis, implementation, blocks, send_rows, recv_rows), (send_rows, recv_rows)
+
+
+def _exchange_blocks_bwd(axis, implementation, residuals, grad):
+  send_rows, recv_rows = residuals
+  return exchange_blocks(axis, implementation, grad, recv_rows, send_rows), None, None
+
+
+exchange_blocks.defvjp(_exchange_blocks_fwd, _exchange_blocks_bwd)

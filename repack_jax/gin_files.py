@@ -32,7 +32,9 @@ _OVERRIDE = '--set'
 _OVERRIDE_FORM = 'write Class.field=value, for example --set TrainConfig.steps=20'
 
 # Name of each config class -> the class, and -> the field of RunConfig that holds it.
-_CLASSES = {type(field.default).__name__: type(field.default) for field in dataclasses.fields(RunConfig)}
+_CLASSES: dict[str, type[typing.Any]] = {
+  type(field.default).__name__: type(field.default) for field in dataclasses.fields(RunConfig)
+}
 _SECTIONS = {type(field.default).__name__: field.name for field in dataclasses.fields(RunConfig)}
 _FIELD_TYPES = {name: typing.get_type_hints(cls) for name, cls in _CLASSES.items()}
 
@@ -149,10 +151,10 @@ class _Delegate(gin_config.ParserDelegate):
     super().__init__()
     self.macros_used: list[str] = []
 
-  def configurable_reference(self, scoped_selector: str, evaluate: bool) -> _Reference:
+  def configurable_reference(self, scoped_selector: str, evaluate: bool) -> typing.Any:
     return _Reference(f'@{scoped_selector}{"()" if evaluate else ""}')
 
-  def macro(self, name: str) -> object:
+  def macro(self, name: str) -> typing.Any:
     self.macros_used.append(name)
     return super().macro(name)
 
@@ -194,14 +196,15 @@ class _Loader:
   def read_override(self, text: str) -> None:
     """Binds what followed one `--set`."""
     key, equals, value = (part.strip() for part in text.partition('='))
+    shown = ' '.join(text.split())
     if not key or not equals or not value:
-      raise ConfigError(f'{_OVERRIDE} {text}: {_OVERRIDE_FORM}')
+      raise ConfigError(f'{_OVERRIDE} {shown}: {_OVERRIDE_FORM}')
     statements = list(self._statements(text, _OVERRIDE))
     if len(statements) != 1 or not isinstance(statements[0], config_parser.BindingStatement):
-      raise ConfigError(f'{_OVERRIDE} {text}: {_OVERRIDE_FORM}')
+      raise ConfigError(f'{_OVERRIDE} {shown}: {_OVERRIDE_FORM}')
     statement = statements[0]
     if not statement.arg_name and statement.selector not in self._macros_defined:
-      raise ConfigError(f'{_OVERRIDE} {text}: {_unknown_macro(statement.selector, self._macros_defined)}')
+      raise ConfigError(f'{_OVERRIDE} {shown}: {_unknown_macro(statement.selector, self._macros_defined)}')
     self._bind(statement, _OVERRIDE)
 
   def build(self) -> RunConfig:
@@ -264,7 +267,12 @@ def _syntax_error(error: Exception, text: str, source: str) -> ConfigError:
   number = min(max(number or 1, 1), len(lines))
   line = lines[number - 1].strip()
   where = source if source == _OVERRIDE else f'{source}:{number}'
-  return ConfigError(f'{where}: cannot read `{line}`: {_value_remedy(where, line)}')
+  if isinstance(error, IndentationError):
+    remedy = 'start the line in the first column'
+  else:
+    remedy = _value_remedy(where, line)
+  shown = line if len(line) <= 100 else f'{line[:97]}...'
+  return ConfigError(f'{where}: cannot read `{shown}`: {remedy}')
 
 
 def _unknown_macro(name: str, macros: Iterable[str]) -> str:
@@ -272,18 +280,20 @@ def _unknown_macro(name: str, macros: Iterable[str]) -> str:
   owners = [f'{cls}.{name}' for cls, types in _FIELD_TYPES.items() if name in types]
   if owners:
     return f'{name}: a field needs its class; write {" or ".join(owners)}'
+  if name in _CLASSES:
+    return f'{name}: a class needs a field; write {name}.field = value'
   nearest = _nearest(name, macros)
-  return f'{name}: ' + (
-    f"no such macro; did you mean '{nearest}'?" if nearest else 'no binding uses this macro'
-  )
+  if nearest:
+    return f"{name}: no such macro; did you mean '{nearest}'?"
+  return f'{name}: nothing uses this macro; remove it, or bind it with Class.field = %{name}'
 
 
 def _read(path: Path) -> str:
   try:
     return path.read_text(encoding='utf-8-sig')
   except FileNotFoundError:
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob('*.gin')], n=1)
-    remedy = f"did you mean '{path.parent / near[0]}'?" if near else 'give the path of a .gin file'
+    near = _nearest(path.stem, [other.stem for other in sorted(path.parent.glob('*.gin'))])
+    remedy = f"did you mean '{path.parent / near}.gin'?" if near else 'give the path of a .gin file'
     raise ConfigError(f'{path}: no such config file; {remedy}') from None
   except OSError as error:
     raise ConfigError(f'{path}: cannot read the config file ({error.strerror}); give a .gin file') from None

@@ -1,0 +1,40 @@
+"""The attention block. Axis legend: T tokens on this rank, H query heads, K key/value heads, D head width."""
+
+from __future__ import annotations
+
+import jax
+from flax import nnx
+
+from models.context import StepContext
+from models.layers import RMSNorm, normal_param, rotary
+from repack_jax.arrays import Route
+from repack_jax.config import FULL, ModelConfig
+from repack_jax.ulysses import ulysses_attention
+
+
+class Attention(nnx.Module):
+  """Grouped-query attention with rotary positions: projections on this rank's tokens, core on the group's."""
+
+  def __init__(self, config: ModelConfig, kind: str, out_std: float, rngs: nnx.Rngs):
+    heads, kv, width = config.num_heads, config.num_kv_heads, config.head_dim
+    self.kind, self.config = kind, config
+    self.query = normal_param(rngs, (config.d_model, heads * width), config.init_std)
+    self.key = normal_param(rngs, (config.d_model, kv * width), config.init_std)
+    self.value = normal_param(rngs, (config.d_model, kv * width), config.init_std)
+    self.out = normal_param(rngs, (heads * width, config.d_model), out_std)
+    if config.qk_norm:
+      self.query_norm = RMSNorm(width, config.norm_eps)
+      self.key_norm = RMSNorm(width, config.norm_eps)
+
+  def __call__(self, x: jax.Array, positions: jax.Array, route: Route, ctx: StepContext) -> jax.Array:
+    """x [T, d], positions int32 [T] -> [T, d]."""
+    config = self.config
+    q = (x @ self.query[...]).reshape(-1, config.num_heads, config.head_dim)
+    k = (x @ self.key[...]).reshape(-1, config.num_kv_heads, config.head_dim)
+    v = (x @ self.value[...]).reshape(-1, config.num_kv_heads, config.head_dim)
+    if config.qk_norm:
+      q, k = self.query_norm(q), self.key_norm(k)
+    q, k = rotary(q, positions, config.rope_theta), rotary(k, positions, config.rope_theta)
+    window = None if self.kind == FULL else config.window_tokens
+    y = ulysses_attention(ctx.exchange[self.kind], ctx.attention, window, q, k, v, route)
+    return y.reshape(-1, config.num_heads * config.head_dim) @ self.out[...]

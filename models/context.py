@@ -1,0 +1,79 @@
+"""The static half of a compiled step: everything that the layers need besides weights and arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from repack_jax.attention import AttentionImpl, get_attention
+from repack_jax.collectives import Exchange, choose_implementation, row_heads
+from repack_jax.config import FULL, SPARSE, ModelConfig, RunConfig, allowed_sp_degrees
+from repack_jax.mesh import LOCAL_AXIS, domain_size, scope_axes
+from repack_jax.plan import DOMAIN, LOCAL
+
+
+@dataclass(frozen=True)
+class StepContext:
+  """What a layer knows at trace time.
+
+  Attributes:
+    exchange: the exchange of full (`F`) and of sparse (`S`) layers.
+    expert_ranks: ranks that the experts are spread over, 1 where each rank has them all.
+  """
+
+  model: ModelConfig
+  exchange: Mapping[str, Exchange]
+  attention: AttentionImpl
+  expert_ranks: int
+
+  @property
+  def dtype(self) -> jnp.dtype:
+    return jnp.dtype(self.model.compute_dtype)
+
+  @property
+  def implementation(self) -> str:
+    return self.exchange[FULL].implementation
+
+
+def scope_degrees(run: RunConfig, scope: str) -> tuple[int, ...]:
+  """The SP degrees that a program of this exchange scope knows."""
+  degrees = allowed_sp_degrees(run.cluster, run.model, run.planner)
+  return degrees if scope == DOMAIN else tuple(p for p in degrees if p <= run.cluster.ranks_per_node)
+
+
+class Contexts:
+  """Makes the context of each pair of scopes; implementations are chosen, and logged, once."""
+
+  def __init__(self, run: RunConfig, mesh: Mesh):
+    self._run, self._mesh = run, mesh
+    platform = mesh.devices.flat[0].platform
+    self.implementation = choose_implementation(run.train.exchange, platform)
+    self.attention = get_attention(run.train.attention)
+
+  def exchange(self, scope: str) -> Exchange:
+    run, model, mesh = self._run, self._run.model, self._mesh
+    degrees = scope_degrees(run, scope)
+    heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+    return Exchange(
+      axes=scope_axes(scope),
+      scope_ranks=mesh.shape[LOCAL_AXIS] if scope == LOCAL else domain_size(mesh),
+      degrees=degrees,
+      capacity_tokens=run.planner.capacity_tokens,
+      num_heads=model.num_heads,
+      num_kv_heads=model.num_kv_heads,
+      head_dim=model.head_dim,
+      row_heads=row_heads(degrees, *heads, jnp.dtype(model.compute_dtype)),
+      implementation=self.implementation,
+    )
+
+  def context(self, full_scope: str, sparse_scope: str) -> StepContext:
+    spread = self._run.model.expert_placement == 'spread'
+    return StepContext(
+      model=self._run.model,
+      exchange={FULL: self.exchange(full_scope), SPARSE: self.exchange(sparse_scope)},
+      attention=self.attention,
+      expert_ranks=self._mesh.shape[LOCAL_AXIS] if spread else 1,
+    )

@@ -1,0 +1,147 @@
+"""Mixture of experts: router, and gated experts on every rank or spread over the ranks of a node.
+
+Axis legend: T tokens on this rank, d model width, E experts, A = T * k assignments, L ranks that experts are
+spread over, C rows of the block that a rank sends to each of them.
+
+Padding slots are assigned to no expert: they are not sent, not counted and take no capacity.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from models.context import StepContext
+from models.layers import GatedMLP, normal_param
+from repack_jax.collectives import exchange_blocks
+from repack_jax.config import ModelConfig
+from repack_jax.mesh import LOCAL_AXIS
+from repack_jax.ulysses import EXCHANGED
+
+
+class ExpertStats(NamedTuple):
+  """Of one layer on this rank: sums over its tokens.
+
+  Attributes:
+    balance, router_z: float32 scalars, the sums of the two auxiliary losses, not yet weighted.
+    counts: int32 [E], assignments to each expert.
+    dropped: int32, assignments beyond the receive buffers.
+  """
+
+  balance: jax.Array
+  router_z: jax.Array
+  counts: jax.Array
+  dropped: jax.Array
+
+
+def block_rows(config: ModelConfig, capacity_tokens: int, expert_ranks: int) -> int:
+  """C: rows of the block that a rank sends to each expert rank.
+
+  `expert_capacity_factor` times a perfectly balanced share; 0, or a factor beyond it, gives the most that
+  can ever be sent: a token goes to a rank once for each of its chosen experts there.
+  """
+  most = capacity_tokens * min(config.experts_per_token, config.num_experts // expert_ranks)
+  share = capacity_tokens * config.experts_per_token / expert_ranks
+  return (
+    min(most, math.ceil(config.expert_capacity_factor * share)) if config.expert_capacity_factor else most
+  )
+
+
+class Experts(nnx.Module):
+  """Top-k routed experts, weights of the chosen renormalized to sum to one, and an optional shared expert."""
+
+  def __init__(self, config: ModelConfig, out_std: float, rngs: nnx.Rngs):
+    e, d, f = config.num_experts, config.d_model, config.expert_width
+    self.config = config
+    self.router = normal_param(rngs, (d, e), config.init_std)
+    self.expert_gate = normal_param(rngs, (e, d, f), config.init_std)
+    self.expert_up = normal_param(rngs, (e, d, f), config.init_std)
+    self.expert_down = normal_param(rngs, (e, f, d), out_std)
+    if config.shared_expert_width:
+      self.shared = GatedMLP(d, config.shared_expert_width, config.init_std, out_std, rngs)
+
+  def __call__(
+    self, x: jax.Array, valid: jax.Array, load: jax.Array, ctx: StepContext
+  ) -> tuple[jax.Array, ExpertStats]:
+    """x [T, d], valid bool [T], load float32 [E] -> ([T, d], stats).
+
+    `load` is each expert's share of all assignments in the step before, over all ranks and micro-batches.
+    The balance loss E * sum_e load_e * p_e (Fedus et al. 2021, with the share of one step ago) is then a
+    sum over tokens, whatever the plan made of the batch.
+    """
+    k, e = self.config.experts_per_token, self.config.num_experts
+    logits = x.astype(jnp.float32) @ self.router[...]
+    probabilities = jax.nn.softmax(logits)
+    weights, chosen = lax.top_k(probabilities, k)
+    weights = weights / weights.sum(axis=-1, keepdims=True)
+    chosen = jnp.where(valid[:, None], chosen, e)  # expert e does not exist: padding goes nowhere
+    counts = jnp.bincount(chosen.reshape(-1), length=e + 1)[:e].astype(jnp.int32)
+
+    rows, dropped = self._apply(x, chosen.reshape(-1), counts, ctx)
+    y = (rows.reshape(-1, k, x.shape[1]) * weights[..., None].astype(x.dtype)).sum(axis=1)
+    if self.config.shared_expert_width:
+      y = y + self.shared(x)
+    balance = e * (probabilities * load).sum(axis=-1)
+    router_z = jax.nn.logsumexp(logits, axis=-1) ** 2
+    stats = ExpertStats(
+      jnp.where(valid, balance, 0).sum(), jnp.where(valid, router_z, 0).sum(), counts, dropped
+    )
+    return y, stats
+
+  def _apply(
+    self, x: jax.Array, chosen: jax.Array, counts: jax.Array, ctx: StepContext
+  ) -> tuple[jax.Array, jax.Array]:
+    """Each assignment's expert output, [A, d], zero where there is none; and how many were dropped."""
+    k = self.config.experts_per_token
+    order = jnp.argsort(chosen, stable=True)  # by expert; padding last
+    place = jnp.argsort(order)  # of each assignment in that order
+    if ctx.expert_ranks == 1:
+      rows = self._grouped(x[order // k], counts)
+      return jnp.where((chosen < self.config.num_experts)[:, None], rows[place], 0), jnp.int32(0)
+
+    ranks, per_rank = ctx.expert_ranks, self.config.num_experts // ctx.expert_ranks
+    block = block_rows(self.config, x.shape[0], ranks)
+    to_rank = counts.reshape(ranks, per_rank)
+    start = jnp.cumsum(to_rank.sum(axis=1)) - to_rank.sum(axis=1)
+    kept = jnp.diff(jnp.minimum(jnp.cumsum(to_rank, axis=1), block), prepend=0, axis=1)  # [L, E/L]
+    sent = kept.sum(axis=1)
+    slot = jnp.arange(block)
+    source = order[jnp.minimum(start[:, None] + slot, order.size - 1)] // k
+    blocks = jnp.where((slot < sent[:, None])[..., None], x[source], 0)
+
+    theirs = lax.all_to_all(kept, LOCAL_AXIS, split_axis=0, concat_axis=0)  # [L, E/L], a few integers
+    received = exchange_blocks(LOCAL_AXIS, ctx.implementation, blocks, sent, theirs.sum(axis=1))
+    received = checkpoint_name(received, EXCHANGED)
+    outputs = self._grouped_by_block(received, theirs)
+    returned = exchange_blocks(LOCAL_AXIS, ctx.implementation, outputs, theirs.sum(axis=1), sent)
+    returned = checkpoint_name(returned, EXCHANGED)
+
+    rank = jnp.minimum(chosen // per_rank, ranks - 1)
+    row = place - start[rank]
+    made_it = (chosen < self.config.num_experts) & (row < sent[rank])
+    rows = returned[rank, jnp.where(made_it, row, 0)]
+    return jnp.where(made_it[:, None], rows, 0), counts.sum() - sent.sum()
+
+  def _grouped_by_block(self, blocks: jax.Array, counts: jax.Array) -> jax.Array:
+    """Expert outputs of rows [L, C, d], of which block i holds counts[i] [E/L] rows of each local expert."""
+    ends = jnp.cumsum(counts, axis=1)
+    expert = (jnp.arange(blocks.shape[1])[None, :, None] >= ends[:, None, :]).sum(axis=-1)
+    order = jnp.argsort(expert.reshape(-1), stable=True)
+    rows = self._grouped(blocks.reshape(-1, blocks.shape[2])[order], counts.sum(axis=0))
+    return rows[jnp.argsort(order)].reshape(blocks.shape)
+
+  def _grouped(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    """Expert outputs of rows sorted by expert; rows past the sum of sizes come out as zero."""
+    inside = (jnp.arange(rows.shape[0]) < sizes.sum())[:, None]
+
+    def product(x: jax.Array, weights: jax.Array) -> jax.Array:
+      return jnp.where(inside, lax.ragged_dot(x, weights, sizes.astype(jnp.int32)), 0)
+
+    hidden = jax.nn.silu(product(rows, self.expert_gate[...])) * product(rows, self.expert_up[...])
+    return product(hidden, self.expert_down[...])

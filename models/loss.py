@@ -1,0 +1,79 @@
+"""Cross entropy over vocabulary chunks: the logits of all of a rank's tokens never exist at once.
+
+Axis legend: T tokens, d model width, V vocabulary, C vocabulary chunk.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def token_losses(chunk: int, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
+  """Negative log-likelihood of each target in float32 [T]; 0 where the target is negative.
+
+  Args:
+    chunk: C, vocabulary entries whose logits exist at a time.
+    hidden: [T, d]. table: [V, d], one row a vocabulary entry. targets: int32 [T].
+  """
+  return _forward(chunk, hidden, table, targets)[0]
+
+
+def _chunks(table: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+  """The table as [V/C, C, d], zeros behind, and the vocabulary entry of each row."""
+  chunk = min(chunk, table.shape[0])
+  count = -(-table.shape[0] // chunk)
+  padded = jnp.pad(table, ((0, count * chunk - table.shape[0]), (0, 0)))
+  return padded.reshape(count, chunk, -1), jnp.arange(count * chunk).reshape(count, chunk)
+
+
+def _logits(hidden: jax.Array, rows: jax.Array, entries: jax.Array, vocab: int) -> jax.Array:
+  logits = jnp.einsum('td,cd->tc', hidden, rows, preferred_element_type=jnp.float32)
+  return jnp.where(entries < vocab, logits, -jnp.inf)
+
+
+def _forward(chunk, hidden, table, targets):
+  def body(carry, xs):
+    top, total, target_logit = carry
+    logits = _logits(hidden, *xs, table.shape[0])
+    new_top = jnp.maximum(top, logits.max(axis=1))
+    total = total * jnp.exp(top - new_top) + jnp.exp(logits - new_top[:, None]).sum(axis=1)
+    hit = targets[:, None] == xs[1]
+    return (new_top, total, target_logit + jnp.where(hit, logits, 0).sum(axis=1)), None
+
+  zeros = jnp.zeros(hidden.shape[0], jnp.float32)
+  start = (jnp.full_like(zeros, -jnp.finfo(jnp.float32).max), zeros, zeros)
+  (top, total, target_logit), _ = lax.scan(body, start, _chunks(table, chunk))
+  lse = top + jnp.log(total)
+  return jnp.where(targets >= 0, lse - target_logit, 0), lse
+
+
+def _fwd(chunk, hidden, table, targets):
+  losses, lse = _forward(chunk, hidden, table, targets)
+  return losses, (hidden, table, targets, lse)
+
+
+def _bwd(chunk, residuals, grad):
+  hidden, table, targets, lse = residuals
+  grad = jnp.where(targets >= 0, grad, 0)
+
+  def body(grad_hidden, xs):
+    rows, entries = xs
+    probabilities = jnp.exp(_logits(hidden, rows, entries, table.shape[0]) - lse[:, None])
+    grad_logits = (probabilities - (targets[:, None] == entries)) * grad[:, None]
+    grad_logits = grad_logits.astype(hidden.dtype)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    grad_hidden += product('tc,cd->td', grad_logits, rows)
+    return grad_hidden, product('tc,td->cd', grad_logits, hidden)
+
+  start = jnp.zeros(hidden.shape, jnp.float32)
+  grad_hidden, grad_rows = lax.scan(body, start, _chunks(table, chunk))
+  grad_table = grad_rows.reshape(-1, table.shape[1])[: table.shape[0]]
+  return grad_hidden.astype(hidden.dtype), grad_table.astype(table.dtype), None
+
+
+token_losses.defvjp(_fwd, _bwd)
