@@ -7,6 +7,7 @@ once for each pair of exchange scopes that plans use, and `update` (clip, AdamW)
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -96,6 +97,12 @@ def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.G
   )
 
 
+def _placed(shapes: Tree, shardings: Tree) -> Tree:
+  return jax.tree.map(
+    lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), shapes, shardings
+  )
+
+
 class TrainStep:
   """The compiled programs of a run on a mesh.
 
@@ -139,12 +146,7 @@ class TrainStep:
 
   def state_shapes(self) -> TrainState:
     """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
-    shapes = jax.eval_shape(self._initial_state)
-    return jax.tree.map(
-      lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-      shapes,
-      self.state_shardings,
-    )
+    return _placed(jax.eval_shape(self._initial_state), self.state_shardings)
 
   def _initial_state(self) -> TrainState:
     params = init_parameters(self.run.model, self.run.train.seed)
@@ -193,6 +195,24 @@ class TrainStep:
   def update(self, state: TrainState, sums: Sums, target_tokens: int) -> tuple[TrainState, StepMetrics, Sums]:
     """The step's update from its sums; both are donated. Also returns zeroed sums for the next step."""
     return self._update(state, sums, jnp.float32(max(1, target_tokens)))
+
+  def memory_bytes(self, plan: Plan, arrays: PlanArrays) -> dict[str, int]:
+    """Compiles the forward and backward program for a plan's scopes; what it and the state take a rank."""
+    state, scopes = self.state_shapes(), (plan.scope(FULL), plan.scope(SPARSE))
+    sums = _placed(jax.eval_shape(self._zero_sums), self._sums_shardings)
+    lowered = self._accumulate.lower(state.params, state.expert_load, sums, arrays, scopes=scopes)
+    analysis = lowered.compile().memory_analysis()
+
+    def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+      assert leaf.sharding is not None
+      return math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    parts = {'parameters_bytes': state.params, 'optimizer_bytes': state.optimizer}
+    sizes = {name: sum(map(shard_bytes, jax.tree.leaves(tree))) for name, tree in parts.items()}
+    return sizes | {
+      'gradients_bytes': sizes['parameters_bytes'],
+      'activations_and_buffers_bytes': analysis.temp_size_in_bytes,
+    }
 
   def gradients(self, params: Tree, load: jax.Array, arrays: PlanArrays, scopes: tuple[str, str]) -> Sums:
     """Gradients and losses of one micro-batch, summed over all ranks. Traceable."""

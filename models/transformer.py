@@ -2,19 +2,22 @@
 
 Axis legend: T tokens on this rank, d model width, V vocabulary, E experts, N layers.
 
-Layers of a pattern repeat are scanned: a *stack* is a run of consecutive layers that repeats, with its
-weights stacked along a leading axis of repeats. Leading dense layers and a last incomplete repeat are
-stacks that run once.
+Layers are scanned, so that a program's size does not grow with their number: a *stack* is a stretch of
+consecutive layers that repeats, made of *runs* of layers of one kind. A run's weights are stacked along two
+leading axes, repeats of the stack and layers of the run. Leading dense layers and a last incomplete repeat
+are stacks that repeat once.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
@@ -86,45 +89,66 @@ def _no_experts(config: ModelConfig) -> ExpertStats:
 
 @dataclass(frozen=True)
 class Stack:
-  """`repeats` times the layers `first .. first + length - 1` (and as many behind for each repeat)."""
+  """Layers `first .. first + sum(runs) - 1`, and as many behind for each further repeat.
+
+  `runs` are numbers of consecutive layers that have the same kind and the same feed-forward block.
+  """
 
   first: int
-  length: int
+  runs: tuple[int, ...]
   repeats: int
+
+  @property
+  def length(self) -> int:
+    return sum(self.runs)
 
   @property
   def end(self) -> int:
     return self.first + self.length * self.repeats
 
+  def run_layers(self, run: int) -> np.ndarray:
+    """The layers of a run, int [repeats, layers of the run]."""
+    place = self.first + sum(self.runs[:run]) + np.arange(self.runs[run])
+    return place + self.length * np.arange(self.repeats)[:, None]
+
 
 def stacks(config: ModelConfig) -> list[Stack]:
-  """The layers of the model as runs that are scanned."""
+  """The layers of the model as stacks of runs."""
   period = len(config.pattern)
   dense = config.dense_layers if config.num_experts else 0
   head = min(-(-dense // period) * period, config.num_layers)
   repeats = (config.num_layers - head) // period
-  found = [Stack(0, head, 1), Stack(head, period, repeats)]
-  found.append(Stack(found[-1].end, config.num_layers - found[-1].end, 1))
-  return [stack for stack in found if stack.length and stack.repeats]
+  tail = head + repeats * period
+
+  def runs(first: int, end: int) -> tuple[int, ...]:
+    sorts = ((config.layer_kinds[i], config.has_experts(i)) for i in range(first, end))
+    return tuple(len(list(same)) for _, same in itertools.groupby(sorts))
+
+  found = [
+    Stack(0, runs(0, head), 1),
+    Stack(head, runs(head, head + period) if repeats else (), repeats),
+    Stack(tail, runs(tail, config.num_layers), 1),
+  ]
+  return [stack for stack in found if stack.runs]
 
 
 def init_parameters(config: ModelConfig, seed: int) -> Tree:
   """Float32 master weights. A layer's depend on the seed and its index alone."""
   key = jax.random.key(seed)
 
-  def layer_state(index: int, kind_index: int) -> Tree:
+  def layer_state(index: jax.Array, like: int) -> Tree:
     rngs = nnx.Rngs(params=jax.random.fold_in(key, index))
-    return nnx.state(Layer(config, kind_index, rngs), nnx.Param)
+    return nnx.state(Layer(config, like, rngs), nnx.Param)
 
-  def stacked(stack: Stack, place: int) -> Tree:
-    indices = [stack.first + repeat * stack.length + place for repeat in range(stack.repeats)]
-    return jax.vmap(lambda i: layer_state(i, indices[0]))(jnp.asarray(indices))
+  def stacked(stack: Stack, run: int) -> Tree:
+    layers = stack.run_layers(run)
+    return jax.vmap(jax.vmap(lambda i: layer_state(i, int(layers[0, 0]))))(jnp.asarray(layers))
 
   table = (config.vocab_size, config.d_model)
   embed_key, head_key = (jax.random.fold_in(key, config.num_layers + i) for i in range(2))
   params = {
     'embedding': config.init_std * jax.random.normal(embed_key, table, jnp.float32),
-    'stacks': [[stacked(s, place) for place in range(s.length)] for s in stacks(config)],
+    'stacks': [[stacked(s, run) for run in range(len(s.runs))] for s in stacks(config)],
     'final_norm': nnx.state(RMSNorm(config.d_model, config.norm_eps), nnx.Param),
   }
   if not config.tie_embeddings:
@@ -139,8 +163,8 @@ def parameter_specs(config: ModelConfig, expert_ranks: int, mesh: Mesh) -> Tree:
   def spec(path: tuple, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
     stacked = getattr(path[0], 'key', None) == 'stacks'
     spread = expert_ranks > 1 and leaf_name(path) in EXPERT_NAMES
-    inner = parameter_spec(leaf.shape[1:] if stacked else leaf.shape, 0 if spread else None, mesh)
-    return PartitionSpec(None, *inner) if stacked else inner
+    inner = parameter_spec(leaf.shape[2:] if stacked else leaf.shape, 0 if spread else None, mesh)
+    return PartitionSpec(None, None, *inner) if stacked else inner
 
   return jax.tree_util.tree_map_with_path(spec, shapes)
 
@@ -165,7 +189,7 @@ def loss_sums(
   balance, router_z, dropped = jnp.float32(0), jnp.float32(0), jnp.int32(0)
   for stack, weights, stack_specs in zip(stacks(config), params['stacks'], specs['stacks'], strict=True):
     x, stats = _run_stack(stack, weights, stack_specs, load[stack.first : stack.end], x, batch, ctx)
-    counts.append(stats.counts.reshape(stack.end - stack.first, -1))
+    counts.append(stats.counts)
     balance, router_z = balance + stats.balance.sum(), router_z + stats.router_z.sum()
     dropped = dropped + stats.dropped.sum()
 
@@ -198,30 +222,31 @@ def _run_stack(
   batch: PlanArrays,
   ctx: StepContext,
 ) -> tuple[jax.Array, ExpertStats]:
-  """Scans a stack; stats come back with leading axes [repeats, length]."""
-  config = ctx.model
-  graphs = [
-    _graph(lambda i=i: Layer(config, i, nnx.Rngs(0))) for i in range(stack.first, stack.first + stack.length)
-  ]
-  inner_specs = [jax.tree.map(lambda spec: PartitionSpec(*spec[1:]), s) for s in specs]
+  """Scans a stack over its repeats; stats come back with a leading axis of layers."""
   policies = jax.checkpoint_policies
-  if config.remat == 'layer':
+  if ctx.model.remat == 'layer':
     policy = policies.save_only_these_names(EXCHANGED)
   else:
     policy = policies.save_anything_except_these_names(GATHERED)
 
-  def run_layer(place: int, x: jax.Array, shards: Tree, load: jax.Array):
-    layer = nnx.merge(graphs[place], gather_parameters(shards, inner_specs[place], ctx.dtype))
+  def run_layer(run: int, x: jax.Array, xs: tuple[Tree, jax.Array]):
+    shards, load = xs
+    first = int(stack.run_layers(run)[0, 0])
+    graph = _graph(lambda: Layer(ctx.model, first, nnx.Rngs(0)))
+    inner_specs = jax.tree.map(lambda spec: PartitionSpec(*spec[2:]), specs[run])
+    layer = nnx.merge(graph, gather_parameters(shards, inner_specs, ctx.dtype))
     return layer(x, load, batch, ctx)
 
-  def body(x: jax.Array, xs: tuple[list[Tree], jax.Array]):
+  def repeat(x: jax.Array, xs: tuple[list[Tree], jax.Array]):
     shards, loads = xs
+    starts = np.cumsum(stack.runs)[:-1]
     stats = []
-    for place in range(stack.length):
-      run = jax.checkpoint(functools.partial(run_layer, place), policy=policy)
-      x, layer_stats = run(x, shards[place], loads[place])
-      stats.append(layer_stats)
-    return x, jax.tree.map(lambda *parts: jnp.stack(parts), *stats)
+    for run, run_loads in enumerate(jnp.split(loads, starts)):
+      layer = jax.checkpoint(functools.partial(run_layer, run), policy=policy)
+      x, run_stats = jax.lax.scan(layer, x, (shards[run], run_loads))
+      stats.append(run_stats)
+    return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
 
   loads = load.reshape(stack.repeats, stack.length, -1)
-  return jax.lax.scan(body, x, (weights, loads))
+  x, stats = jax.lax.scan(repeat, x, (weights, loads))
+  return x, jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), stats)

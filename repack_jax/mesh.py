@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import os
+
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -24,13 +26,36 @@ def scope_axes(scope: str) -> tuple[str, ...]:
   return (LOCAL_AXIS,) if scope == LOCAL else DOMAIN_AXES
 
 
+def start_devices(cluster: ClusterConfig) -> None:
+  """Readies JAX for the config's ranks; call it before anything touches a device.
+
+  On the CPU each rank is an emulated device. Many of them share few cores, so one may wait long for
+  another: XLA's limit on that, meant for real deadlocks, is raised.
+  """
+  flags = os.environ.get('XLA_FLAGS', '')
+  for kind in ('warn_stuck', 'terminate'):
+    name = f'--xla_cpu_collective_call_{kind}_timeout_seconds'
+    if name not in flags:
+      flags += f' {name}=1800'
+  os.environ['XLA_FLAGS'] = flags.strip()
+  if cluster.platform != 'auto':
+    jax.config.update('jax_platforms', {'gpu': 'cuda'}.get(cluster.platform, cluster.platform))
+  jax.config.update('jax_num_cpu_devices', cluster.num_ranks)
+
+
 def make_mesh(cluster: ClusterConfig) -> Mesh:
   """The mesh of the config over JAX's devices, in their order (hosts and nodes are consecutive).
 
   Raises:
-    ConfigError: where there are more or fewer devices than ranks.
+    ConfigError: where there are more or fewer devices than ranks, or none of the platform.
   """
-  devices = jax.devices()
+  try:
+    devices = jax.devices()
+  except RuntimeError as error:
+    raise ConfigError(
+      f'ClusterConfig.platform = {cluster.platform!r}: JAX finds no such devices here. Install the JAX of '
+      "that platform, or set ClusterConfig.platform = 'cpu' to emulate the ranks"
+    ) from error
   if len(devices) < cluster.num_ranks or (devices[0].platform != 'cpu' and len(devices) != cluster.num_ranks):
     raise ConfigError(
       f'ClusterConfig.domains x nodes x ranks_per_node = {cluster.domains} x {cluster.nodes} x '

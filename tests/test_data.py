@@ -114,10 +114,8 @@ def test_long_document_policies(policy, lengths, counts, seed):
   data_config = config(long_documents=policy, batch_tokens=64, seed=seed)
   assert sorted(map(len, samples(len(lengths), data_config, source))) == lengths
   batcher = Batcher(data_config, source)
-  next(batcher)
-  while batcher.state()['position'] % len(source):  # until a batch ends where an epoch does
-    next(batcher)
-  state = batcher.state()
+  states = (batch.state_after for batch in itertools.islice(batcher, 200))
+  state = next(state for state in states if state['position'] % len(source) == 0)  # an epoch's end
   epochs = state['position'] // len(source)
   expected = dict.fromkeys(('split', 'truncated', 'dropped'), 0) | counts | {'empty': 1}
   assert {name: state[name] / epochs for name in expected} == expected

@@ -1,0 +1,67 @@
+"""Checkpoints with orbax: the training state, and the exact position in the data.
+
+Orbax writes into a temporary folder and renames it when all is there, so a half-written checkpoint is
+never taken. Arrays are stored by their global shapes and can be restored onto any mesh.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+from repack_jax.config import ConfigError
+
+
+class Checkpoints:
+  """The checkpoints of a run, in `WORKDIR/checkpoints`."""
+
+  def __init__(self, workdir: Path, keep: int):
+    self._folder = workdir / 'checkpoints'
+    options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
+    self._manager = ocp.CheckpointManager(self._folder.resolve(), options=options)
+
+  @property
+  def latest_step(self) -> int | None:
+    """Steps done at the latest complete checkpoint, None where there is none."""
+    return self._manager.latest_step()
+
+  def save(self, step: int, state: Any, data_state: dict[str, int]) -> None:
+    """Copies the state off the devices and writes it in the background. No-op if this step is saved."""
+    if self.latest_step == step:
+      return
+    parts = ocp.args.Composite(
+      state=ocp.args.StandardSave(state),  # type: ignore[call-arg]
+      data=ocp.args.JsonSave(data_state),  # type: ignore[call-arg]
+    )
+    self._manager.save(step, args=parts)
+
+  def restore(self, shapes: Any) -> tuple[Any, dict[str, int]]:
+    """The latest checkpoint as (state, data state).
+
+    Args:
+      shapes: the state as ShapeDtypeStructs with the shardings that it is wanted in.
+
+    Raises:
+      ConfigError: where the checkpoint does not fit these shapes or cannot be read.
+    """
+    step = self.latest_step
+    parts = ocp.args.Composite(
+      state=ocp.args.StandardRestore(shapes),  # type: ignore[call-arg]
+      data=ocp.args.JsonRestore(),  # type: ignore[call-arg]
+    )
+    try:
+      restored = self._manager.restore(step, args=parts)
+    except (ValueError, KeyError, FileNotFoundError) as error:
+      reason = str(error).strip().splitlines()[0]
+      raise ConfigError(
+        f'{self._folder / str(step)}: this checkpoint does not fit the run ({reason}). Use the config it was '
+        'made with, which is in resolved.gin beside it, or another --workdir'
+      ) from error
+    return restored['state'], restored['data']
+
+  def close(self) -> None:
+    """Waits until what is being saved is complete."""
+    self._manager.wait_until_finished()
+    self._manager.close()

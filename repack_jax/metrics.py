@@ -1,0 +1,128 @@
+"""One record a step, as lines of JSON, and the summary of a run."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from repack_jax import flops
+from repack_jax.config import FULL, RunConfig
+from repack_jax.pipeline import PlannedStep
+
+Record = dict[str, Any]
+
+
+def step_record(
+  run: RunConfig,
+  step: int,
+  planned: PlannedStep,
+  measured: Mapping[str, float],
+  step_s: float,
+  data_wait_s: float,
+  compiles: int,
+) -> Record:
+  """What `metrics.jsonl` holds of a step.
+
+  Args:
+    step: steps done, this one included.
+    measured: what the devices returned: loss, grad_norm, learning_rate, balance, router_z, dropped.
+    step_s: from having the step's arrays to having its metrics. A step that compiles includes that.
+  """
+  plans = planned.plans
+  tokens = planned.batch.num_tokens
+  slots = sum(plan.num_ranks * plan.capacity_tokens for plan in plans)
+  most = sum(int(plan.rank_tokens.max()) for plan in plans)
+  mean = sum(float(plan.rank_tokens.mean()) for plan in plans)
+  children = sum((Counter(plan.child_sizes()) for plan in plans), Counter())
+  record = {
+    'step': step,
+    'loss': float(measured['loss']),
+    'grad_norm': float(measured['grad_norm']),
+    'lr': float(measured['learning_rate']),
+    'tokens': tokens,
+    'target_tokens': planned.target_tokens,
+    'padding_fraction': 1 - tokens / slots,
+    'tokens_per_s': tokens / (step_s + data_wait_s),
+    'step_s': step_s,
+    'plan_s': planned.plan_s,
+    'data_wait_s': data_wait_s,
+    'imbalance': most / mean,
+    'widest_parent': max(plan.widest(FULL) for plan in plans),
+    'children': {str(size): count for size, count in sorted(children.items())},
+    'cross_node_bytes': planned.cross_node_bytes,
+    'cross_node_bytes_disabled': planned.cross_node_bytes_disabled,
+    'compiles': compiles,
+    'mode': run.planner.mode,
+    'plan_digest': planned.plan_digest,
+    'micro_batches': len(plans),
+    'epoch': planned.batch.epoch,
+    'balance_loss': float(measured['balance']),
+    'router_z_loss': float(measured['router_z']),
+    'dropped_assignments': int(measured['dropped']),
+  }
+  if run.cluster.peak_flops_per_s:
+    lengths = np.array([len(sample) for sample in planned.batch.samples])
+    work = flops.TRAIN_OVER_FORWARD * int(flops.sample_flops(run.model, lengths).sum())
+    record['mfu'] = work / (step_s * run.cluster.num_ranks * run.cluster.peak_flops_per_s)
+  return record
+
+
+class MetricsFile:
+  """Appends records to `metrics.jsonl`; a resumed run first drops those after its checkpoint."""
+
+  def __init__(self, path: Path, keep_steps: int):
+    self.records = [record for record in _read(path) if record['step'] <= keep_steps]
+    path.write_text(''.join(json.dumps(record) + '\n' for record in self.records))
+    self._file = path.open('a')
+
+  def write(self, record: Record) -> None:
+    self.records.append(record)
+    self._file.write(json.dumps(record) + '\n')
+    self._file.flush()
+
+  def close(self) -> None:
+    self._file.close()
+
+
+def _read(path: Path) -> list[Record]:
+  """The whole records of a file; a line cut short by a kill is left out."""
+  records = []
+  for line in path.read_text().splitlines() if path.exists() else []:
+    try:
+      records.append(json.loads(line))
+    except json.JSONDecodeError:
+      continue
+  return records
+
+
+def summary(records: Sequence[Record], data_state: Mapping[str, int]) -> str:
+  """The run in a few lines, for people."""
+  if not records:
+    return 'no steps were run'
+  last = records[-1]
+  children = sum((Counter(record['children']) for record in records), Counter())
+  sent = sum(record['cross_node_bytes'] for record in records)
+  disabled = sum(record['cross_node_bytes_disabled'] for record in records)
+  histogram = ', '.join(f'SP{size}: {children[size]}' for size in sorted(children, key=int))
+  saved = f' ({1 - sent / disabled:.1%} fewer)' if disabled else ''
+  dropped = sum(record['dropped_assignments'] for record in records)
+  rows = [
+    ('final loss', f'{last["loss"]:.4f} (first {records[0]["loss"]:.4f}) after {last["step"]} steps'),
+    ('tokens trained', f'{sum(record["tokens"] for record in records):,}'),
+    (
+      'documents',
+      f'{data_state["documents"]:,} used ({data_state["split"]} split), {data_state["dropped"]} dropped, '
+      f'{data_state["truncated"]} truncated, {data_state["empty"]} empty',
+    ),
+    ('expert assignments', f'{dropped} dropped'),
+    ('compiles', f'{last["compiles"]} of the forward and backward program'),
+    ('widest parent', f'SP{max(record["widest_parent"] for record in records)}'),
+    ('children', histogram),
+    ('crossed nodes', f'{sent:,} bytes; {disabled:,} with repacking disabled{saved}'),
+  ]
+  return '\n'.join(f'  {name:<20}{value}' for name, value in rows)

@@ -1,0 +1,248 @@
+"""Trains a hybrid-attention model with layerwise repacking.
+
+    python train.py --config configs/tiny_cpu.gin
+    python train.py --config configs/tiny_cpu.gin --set 'TrainConfig.steps=20' --workdir runs/mine
+
+A workdir that holds a checkpoint is resumed. Exit codes: 0 done, 2 a mistake in the config or the data,
+130 or 143 stopped by Ctrl-C or SIGTERM after saving a checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from repack_jax.config import ConfigError, RunConfig
+from repack_jax.gin_files import load, resolved
+
+log = logging.getLogger('train')
+
+
+def main(argv: list[str] | None = None) -> int:
+  args = _parse(argv)
+  logging.basicConfig(level=logging.WARNING, format='%(message)s')
+  for name in ('train', 'repack_jax', 'models'):
+    logging.getLogger(name).setLevel(logging.INFO)
+  try:
+    run = load(args.config, args.set)
+    if args.dry_run:
+      return dry_run(run)
+    name = Path(args.config[-1]).stem if args.config else 'default'
+    workdir = args.workdir or Path('runs') / f'{name}-{time.strftime("%Y%m%d-%H%M%S")}'
+    return train(run, workdir)
+  except ConfigError as error:
+    print(f'error: {error}', file=sys.stderr)
+    return 2
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+  parser = argparse.ArgumentParser(
+    description='Train a hybrid-attention model with layerwise repacking.',
+    epilog='Exit codes: 0 done; 2 a mistake in the config or the data; 130, 143 stopped by a signal, saved.',
+  )
+  parser.add_argument('--config', action='append', default=[], metavar='FILE', help='a gin file; repeatable')
+  parser.add_argument(
+    '--set', action='append', default=[], metavar='CLASS.FIELD=VALUE',
+    help="overrides the files, for example --set 'TrainConfig.steps=20'; repeatable",
+  )  # fmt: skip
+  parser.add_argument(
+    '--workdir', type=Path, metavar='DIR',
+    help='where checkpoints and metrics go; resumed if it holds a checkpoint (default: a new one in runs/)',
+  )  # fmt: skip
+  parser.add_argument(
+    '--dry-run', action='store_true',
+    help='everything up to the first compiled step: config, model, mesh, documents, first plan, memory',
+  )  # fmt: skip
+  return parser.parse_args(argv)
+
+
+class Setup:
+  """What a run is made of, in the order it comes to be: devices, mesh, documents, programs."""
+
+  def __init__(self, run: RunConfig):
+    from repack_jax import mesh as meshes
+
+    meshes.start_devices(run.cluster)
+    from models.step import TrainStep
+    from repack_jax.data.sources import open_source
+
+    self.run = run
+    self.source = open_source(run.data)
+    self.mesh = meshes.make_mesh(run.cluster)
+    self.step = TrainStep(run, self.mesh)
+    log.info(
+      'mesh: data %d x node %d x local %d on %s',
+      *self.mesh.devices.shape, self.mesh.devices.flat[0].device_kind,
+    )  # fmt: skip
+
+  def planned_steps(self, data_state: dict[str, int] | None) -> Iterator[Any]:
+    from repack_jax.arrays import pack
+    from repack_jax.data.batches import Batcher
+    from repack_jax.pipeline import planned_steps
+
+    step = self.step
+    return planned_steps(
+      self.run,
+      Batcher(self.run.data, self.source, data_state),
+      lambda plan, samples: step.put(pack(plan, samples, step.widest_degree(plan))),
+    )
+
+
+def train(run: RunConfig, workdir: Path) -> int:
+  """Runs or resumes a run in its workdir; returns the exit code."""
+  from repack_jax.checkpoint import Checkpoints
+  from repack_jax.metrics import MetricsFile, summary
+
+  with _signals() as stop:
+    setup = Setup(run)
+    _claim_workdir(run, workdir)
+    checkpoints = Checkpoints(workdir, run.train.keep_checkpoints)
+    try:
+      state, data_state, done = setup.step.init_state(), None, 0
+      if checkpoints.latest_step is not None:
+        state, data_state = checkpoints.restore(setup.step.state_shapes())
+        done = int(state.step)
+        log.info('resuming %s after step %d', workdir, done)
+      metrics = MetricsFile(workdir / 'metrics.jsonl', keep_steps=done)
+      data_state = _train_steps(setup, state, data_state, done, checkpoints, metrics, stop)
+    finally:
+      checkpoints.close()
+    metrics.close()
+  stopped = f' (stopped by {stop[0].name}, saved; the same command with --workdir resumes)' if stop else ''
+  print(f'\nrun in {workdir}{stopped}\n{summary(metrics.records, data_state or {})}')
+  return 128 + stop[0] if stop else 0
+
+
+def _train_steps(
+  setup: Setup,
+  state: Any,
+  data_state: dict[str, int] | None,
+  done: int,
+  checkpoints: Any,
+  metrics: Any,
+  stop: list[signal.Signals],
+) -> dict[str, int] | None:
+  """The loop: one planned step, its micro-batches, the update, a record; saves as the config says."""
+  from tqdm import tqdm
+
+  from repack_jax.data.prefetch import Prefetcher
+  from repack_jax.metrics import step_record
+
+  train, program = setup.run.train, setup.step
+  sums = program.zero_sums()
+  planned_steps = Prefetcher(setup.planned_steps(data_state), setup.run.planner.lookahead_steps)
+  with planned_steps, tqdm(total=train.steps, initial=done, unit='step', dynamic_ncols=True) as bar:
+    try:
+      while done < train.steps and not stop:
+        planned, wait_s = next(planned_steps)
+        start = time.perf_counter()
+        for plan, arrays in zip(planned.plans, planned.arrays, strict=True):
+          sums = program.accumulate(state, sums, plan, arrays)
+        state, measured, sums = program.update(state, sums, planned.target_tokens)
+        values = {name: getattr(measured, name).item() for name in _SCALARS}
+        done, data_state = done + 1, planned.batch.state_after
+        step_s = time.perf_counter() - start
+        compiles = program.traces['accumulate']
+        record = step_record(setup.run, done, planned, values, step_s, wait_s, compiles)
+        metrics.write(record)
+        bar.set_postfix_str(_status(record), refresh=False)
+        bar.update()
+        if train.checkpoint_every and done % train.checkpoint_every == 0:
+          checkpoints.save(done, state, data_state)
+    finally:  # whatever ends the loop, what was trained is kept
+      if data_state is not None:
+        checkpoints.save(done, state, data_state)
+  return data_state
+
+
+_SCALARS = ('loss', 'grad_norm', 'learning_rate', 'balance', 'router_z', 'dropped')
+
+
+def _status(record: dict[str, Any]) -> str:
+  return (
+    f'loss {record["loss"]:.3f}, {record["tokens_per_s"]:,.0f} tokens/s, '
+    f'padding {record["padding_fraction"]:.0%}, imbalance {record["imbalance"]:.2f}'
+  )
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[signal.Signals]]:
+  """Collects SIGTERM and Ctrl-C, whenever they come; the loop looks after each step.
+
+  Python runs a handler between its own instructions, so one that comes during a compilation is seen when
+  that ends. A second Ctrl-C stops at once.
+  """
+  received: list[signal.Signals] = []
+
+  def note(number: int, frame: object) -> None:
+    if received and number == signal.SIGINT:
+      raise KeyboardInterrupt
+    received.append(signal.Signals(number))
+    print(f'\n{received[-1].name}: saving after the step that runs', file=sys.stderr)
+
+  before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+  try:
+    yield received
+  finally:
+    for number, handler in before.items():
+      signal.signal(number, handler)
+
+
+def _claim_workdir(run: RunConfig, workdir: Path) -> None:
+  """Writes `resolved.gin`; refuses a workdir whose run has another model or data.
+
+  Raises:
+    ConfigError: naming the first field that differs, or the folder that cannot be written.
+  """
+  saved = workdir / 'resolved.gin'
+  if saved.exists():
+    before = load([str(saved)], [])
+    for old, new in ((before.model, run.model), (before.data, run.data)):
+      for name, value in vars(old).items():
+        if value != getattr(new, name):
+          raise ConfigError(
+            f'{type(new).__name__}.{name} = {getattr(new, name)!r}: the run in {workdir} has {value!r}. '
+            'Resume it with the same value, or give another --workdir'
+          )
+  try:
+    workdir.mkdir(parents=True, exist_ok=True)
+    saved.write_text(resolved(run))
+  except OSError as error:
+    raise ConfigError(f'--workdir {workdir}: cannot be written ({error.strerror})') from error
+
+
+def dry_run(run: RunConfig) -> int:
+  """Prints all that is known before the first step, compiles it, and returns."""
+  import jax
+  import numpy as np
+
+  from repack_jax.data.sources import describe
+
+  print(resolved(run))
+  setup = Setup(run)
+  shapes = setup.step.state_shapes()
+  parameters = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes.params))
+  print(f'parameters: {parameters:,}')
+  for name, value in describe(setup.source, run.data).items():
+    print(f'{name}: {value:,}')
+  planned = next(setup.planned_steps(None))
+  print(
+    f'\nfirst batch: {planned.batch.num_tokens} tokens in {len(planned.batch.samples)} samples, '
+    f'{len(planned.plans)} micro-batch(es)'
+  )
+  print(planned.plans[0].table())
+  print('\ncompiling the first step ...')
+  for name, value in setup.step.memory_bytes(planned.plans[0], planned.arrays[0]).items():
+    print(f'{name}: {value:,} a rank')
+  return 0
+
+
+if __name__ == '__main__':
+  sys.exit(main())
