@@ -8,6 +8,7 @@ Loading them from gin files is in `gin_files.py`.
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from dataclasses import dataclass
@@ -214,8 +215,8 @@ class DataConfig:
 
   Attributes:
     source: a folder (one document a file), a `.jsonl` file (one document a line), or `stdlib`: the
-      source files of the Python that runs, which every machine has.
-    file_glob: which files of a folder are documents.
+      source files of the Python that runs, which every machine has. `~` is expanded.
+    file_glob: which files of a folder are documents; hidden ones never are.
     text_field: the field of a `.jsonl` line that holds the text.
     batch_tokens: a batch takes documents until the next one would exceed this many tokens.
     max_document_tokens: longest sample; what happens to longer documents is `long_documents`:

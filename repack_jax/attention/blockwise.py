@@ -44,7 +44,7 @@ def block_tokens(tokens: int) -> int:
   return min(128, max(8, 1 << (tokens - 1).bit_length()))
 
 
-def first_keys(segments: chex.Array, window: int | None) -> tuple[chex.Array, chex.Array]:
+def visible_intervals(segments: chex.Array, window: int | None) -> tuple[chex.Array, chex.Array]:
   """The keys each query sees, and the queries that see each key, as intervals.
 
   Returns:
@@ -66,7 +66,7 @@ def first_keys(segments: chex.Array, window: int | None) -> tuple[chex.Array, ch
 
 
 def tile_bounds(first_key: chex.Array, last_query: chex.Array, block: int) -> Tiles:
-  """Which tiles hold work, from the intervals of `first_keys` for a T that `block` divides."""
+  """Which tiles hold work, from the intervals of `visible_intervals` for a T that `block` divides."""
   first_key, last_query = first_key.reshape(-1, block), last_query.reshape(-1, block)
   n = first_key.shape[0]
   own = jnp.arange(n, dtype=jnp.int32)
@@ -120,7 +120,7 @@ def _prepare(segments: chex.Array, window: int | None):
   (tokens,) = segments.shape
   block = block_tokens(tokens)
   segments = jnp.pad(segments, (0, -tokens % block), constant_values=-1)
-  first_key, last_query = first_keys(segments, window)
+  first_key, last_query = visible_intervals(segments, window)
   return block, segments >= 0, first_key.reshape(-1, block), tile_bounds(first_key, last_query, block)
 
 

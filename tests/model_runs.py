@@ -1,0 +1,116 @@
+"""Small models run on emulated meshes: what the model tests share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from models.step import Sums, TrainStep
+from repack_jax import mesh
+from repack_jax.arrays import PlanArrays, pack
+from repack_jax.config import (
+  FULL,
+  SPARSE,
+  ClusterConfig,
+  DataConfig,
+  ModelConfig,
+  PlannerConfig,
+  RunConfig,
+  TrainConfig,
+)
+from repack_jax.data.samples import Sample
+from repack_jax.plan import Plan
+from repack_jax.solver import solve
+
+MODEL = ModelConfig(
+  d_model=32, num_layers=3, pattern='FS', num_heads=32, num_kv_heads=4, head_dim=4, window_tokens=7,
+  num_experts=8, experts_per_token=2, expert_width=16, shared_expert_width=8, dense_layers=0,
+  loss_vocab_chunk=100, init_std=0.2,
+)  # fmt: skip
+MESHES = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (1, 8), 16: (2, 8), 32: (4, 8)}  # ranks: (nodes, a node)
+SLOTS = 256  # of the whole mesh
+
+
+def run_config(
+  ranks: int, mode: str = 'repack', model: ModelConfig = MODEL, slots: int = SLOTS, **train: object
+) -> RunConfig:
+  """Rates that make the planner use wide parents with local children where lengths allow."""
+  nodes, ranks_per_node = MESHES[ranks]
+  return RunConfig(
+    cluster=ClusterConfig(
+      nodes=nodes, ranks_per_node=ranks_per_node, platform='cpu', sustained_flops_per_s=2e9,
+      intra_node_bytes_per_s=1e8, inter_node_bytes_per_s=1.4e7,
+    ),
+    model=model,
+    data=DataConfig(max_document_tokens=slots, batch_tokens=slots),
+    planner=PlannerConfig(mode=mode, capacity_tokens=slots // ranks),
+    train=TrainConfig(**train),  # type: ignore[arg-type]
+  )  # fmt: skip
+
+
+@functools.cache
+def program(run: RunConfig) -> TrainStep:
+  """One a config, so that tests share compiled programs."""
+  return TrainStep(run, mesh.make_mesh(run.cluster))
+
+
+@functools.cache
+def _gradients(run: RunConfig):
+  return jax.jit(program(run).gradients, static_argnames='scopes')
+
+
+@functools.cache
+def parameters(run: RunConfig):
+  return program(run).init_state().params
+
+
+def samples(lengths: Sequence[int], seed: int = 0) -> list[Sample]:
+  """Samples of random bytes; each token's target is the next one, the last has none."""
+  rng = np.random.default_rng(seed)
+  made = []
+  for number, length in enumerate(lengths):
+    tokens = rng.integers(0, 256, length).astype(np.int32)
+    made.append(Sample(number, 0, tokens, np.append(tokens[1:], -1).astype(np.int32)))
+  return made
+
+
+def without_targets(sample: Sample) -> Sample:
+  return dataclasses.replace(sample, targets=np.full_like(sample.targets, -1))
+
+
+def packed(run: RunConfig, plan: Plan, batch: Sequence[Sample]) -> PlanArrays:
+  step = program(run)
+  return step.put(pack(plan, batch, step.widest_degree(plan)))
+
+
+def sums_of_plan(run: RunConfig, plan: Plan, batch: Sequence[Sample]) -> Sums:
+  """Losses and gradients of one micro-batch as NumPy arrays, not divided by anything."""
+  load = np.full((run.model.num_layers, max(1, run.model.num_experts)), 1 / 8, np.float32)
+  load[:, 0], load[:, 1] = 2 / 8, 0  # not uniform, so that the balance loss has a gradient
+  scopes = (plan.scope(FULL), plan.scope(SPARSE))
+  result = _gradients(run)(parameters(run), load, packed(run, plan, batch), scopes=scopes)
+  return jax.tree.map(np.asarray, result)
+
+
+def sums_of_batch(run: RunConfig, batch: Sequence[Sample]) -> Sums:
+  """The same for a batch, over all micro-batches of its plans."""
+  plans = solve([len(s) for s in batch], run.cluster, run.model, run.planner)
+  parts = [sums_of_plan(run, plan, batch) for plan in plans]
+  return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *parts)
+
+
+def assert_same(got: Sums, want: Sums, tolerance: float = 2e-4) -> None:
+  """Losses, counts and every gradient agree, each gradient relative to its own largest entry."""
+  np.testing.assert_array_equal(got.losses.expert_counts, want.losses.expert_counts)
+  assert int(got.losses.dropped) == int(want.losses.dropped) == 0
+  for name in ('cross_entropy', 'balance', 'router_z'):
+    np.testing.assert_allclose(getattr(got.losses, name), getattr(want.losses, name), rtol=2e-5)
+  got_leaves, want_leaves = (jax.tree_util.tree_leaves_with_path(s.grads) for s in (got, want))
+  for (path, g), (_, w) in zip(got_leaves, want_leaves, strict=True):
+    scale = np.abs(w).max()
+    assert np.isfinite(g).all() and scale > 0, jax.tree_util.keystr(path)
+    np.testing.assert_allclose(g, w, atol=tolerance * scale, rtol=0, err_msg=jax.tree_util.keystr(path))

@@ -1,0 +1,297 @@
+"""The whole model: loss and gradients don't depend on the plan; nothing leaks or counts that shouldn't."""
+
+import dataclasses
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from model_runs import (
+  MODEL,
+  SLOTS,
+  assert_same,
+  packed,
+  program,
+  run_config,
+  samples,
+  sums_of_batch,
+  sums_of_plan,
+  without_targets,
+)
+
+from models.experts import block_rows
+from models.loss import token_losses
+from models.step import TrainStep
+from models.transformer import stacks
+from repack_jax import flops
+from repack_jax.arrays import pack
+from repack_jax.config import FULL, MODES, SPARSE
+from repack_jax.mesh import make_mesh
+from repack_jax.plan import Group, Plan
+from repack_jax.solver import solve
+
+LENGTHS = {
+  'giant': [SLOTS],
+  'giant and short': [60, 30, 30, 20, 20, 9, 3, 2, 1, 1],
+  'long and short': [110, 40, 30, 20, 5, 1],
+  'many of one token': [40] + [1] * 150,
+  'equal': [32] * 7,
+  'nearly empty': [3, 1],
+}
+
+
+@pytest.fixture(scope='module')
+def one_rank():
+  """What one rank gives for each batch."""
+  return {name: sums_of_batch(run_config(1), samples(lengths)) for name, lengths in LENGTHS.items()}
+
+
+@pytest.mark.parametrize('mode', MODES)
+@pytest.mark.parametrize('ranks', [2, 4, 8, 16, 32])
+def test_loss_and_gradients_do_not_depend_on_mesh_and_mode(one_rank, ranks, mode):
+  run = run_config(ranks)  # one program for all modes: the mode is the planner's alone
+  for name, lengths in LENGTHS.items():
+    config = dataclasses.replace(run.planner, mode=mode)
+    (plan,) = solve(lengths, run.cluster, run.model, config)
+    assert_same(sums_of_plan(run, plan, samples(lengths)), one_rank[name])
+
+
+def test_the_planner_gives_these_batches_what_the_test_means_to_test():
+  def plan(name: str, ranks: int) -> Plan:
+    run = run_config(ranks)
+    return solve(LENGTHS[name], run.cluster, run.model, run.planner)[0]
+
+  for name, ranks in (('giant and short', 32), ('long and short', 16)):
+    wide = plan(name, ranks)
+    assert wide.widest(FULL) == ranks and wide.widest(SPARSE) <= 8 and len(wide.child_sizes()) > 1
+  assert plan('giant', 32).widest(SPARSE) == 32  # it fits no node: the wide layout stays
+  assert (plan('nearly empty', 32).rank_tokens == 0).sum() > 16
+
+
+@pytest.mark.parametrize('ranks', [4, 16, 32])
+def test_random_legal_plans_agree_with_one_rank(ranks):
+  run = run_config(ranks)
+  for seed in range(7):
+    rng = np.random.default_rng(seed)
+    plan = cases.random_plan(rng, ranks, SLOTS // ranks, ranks, run.cluster.ranks_per_node)
+    if plan.lengths:
+      batch = samples(plan.lengths, seed)
+      assert_same(sums_of_plan(run, plan, batch), sums_of_batch(run_config(1), batch))
+
+
+def test_twenty_random_batches_compile_once_a_scope():
+  """Through the step that training runs: 20 batches of other lengths, no more programs than scopes."""
+  run = run_config(16)
+  step = program(run)
+  state, sums = step.init_state(), step.zero_sums()
+  used = set()
+  for seed in range(20):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, int(rng.integers(2, 130)), 9)
+    lengths = lengths[lengths.cumsum() <= SLOTS]
+    for plan in solve(lengths, run.cluster, run.model, run.planner):
+      sums = step.accumulate(state, sums, plan, packed(run, plan, samples(lengths, seed)))
+      used.add((plan.scope(FULL), plan.scope(SPARSE)))
+    state, metrics, sums = step.update(state, sums, int((lengths - 1).sum()))
+    assert np.isfinite(metrics.loss) and int(state.step) == seed + 1
+  assert len(used) >= 2 and step.traces['accumulate'] == len(used) and step.traces['update'] == 1
+  assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(sums))
+
+
+def test_two_domains_agree_with_one_rank(one_rank):
+  base = run_config(16)
+  cluster = dataclasses.replace(base.cluster, nodes=1, domains=2)
+  run = dataclasses.replace(
+    base, cluster=cluster, data=dataclasses.replace(base.data, max_document_tokens=128)
+  )
+  for name in ('giant and short', 'equal'):
+    (plan,) = solve(LENGTHS[name], run.cluster, run.model, run.planner)
+    assert_same(sums_of_plan(run, plan, samples(LENGTHS[name])), one_rank[name])
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'expert_placement': 'replicated'},
+    {'tie_embeddings': True, 'qk_norm': False, 'shared_expert_width': 0},
+    {'num_layers': 5, 'pattern': 'FSS', 'dense_layers': 1, 'dense_width': 24},
+    {'num_experts': 0, 'dense_width': 24, 'num_kv_heads': 32},
+    {'remat': 'none'},
+  ],
+  ids=str,
+)
+def test_model_variants_do_not_depend_on_the_mesh(changes):
+  model = dataclasses.replace(MODEL, **changes)
+  batch = samples(LENGTHS['giant and short'])
+  want = sums_of_batch(run_config(1, model=model), batch)
+  assert_same(sums_of_batch(run_config(16, model=model), batch), want)
+
+
+def test_attention_implementations_agree(one_rank):
+  run = run_config(8, attention='reference')
+  batch = samples(LENGTHS['giant and short'])
+  assert_same(sums_of_batch(run, batch), one_rank['giant and short'])
+
+
+def test_remat_changes_nothing(one_rank):
+  run = run_config(1, model=dataclasses.replace(MODEL, remat='none'))
+  batch = samples(LENGTHS['equal'])
+  assert_same(sums_of_batch(run, batch), one_rank['equal'], tolerance=1e-5)
+
+
+def test_micro_batches_add_up(one_rank):
+  """Half the slots: the batch takes two micro-batches, of unequal sizes, and gives the same sums."""
+  lengths = LENGTHS['giant and short']
+  run = run_config(8, slots=SLOTS // 2)
+  plans = solve(lengths, run.cluster, run.model, run.planner)
+  assert len(plans) == 2 and len({plan.total_tokens for plan in plans}) == 2
+  assert_same(sums_of_batch(run, samples(lengths)), one_rank['giant and short'])
+
+
+def test_no_document_sees_another():
+  """Changing document A leaves document B's loss, in full and sparse layers alike, as it was to the bit."""
+  run = run_config(16)
+  a, b, c = samples([90, 60, 30])
+  (plan,) = solve([90, 60, 30], run.cluster, run.model, run.planner)
+  other_a = samples([90], seed=1)[0]
+  losses = [
+    sums_of_plan(run, plan, [without_targets(first), b, c]).losses.cross_entropy for first in (a, other_a)
+  ]
+  assert losses[0] == losses[1] and not np.array_equal(a.tokens, other_a.tokens)
+
+
+def test_positions_restart_in_each_sample():
+  run = run_config(16)
+  sample = samples([50])[0]
+  twice = [sample, sample]
+  (plan,) = solve([50, 50], run.cluster, run.model, run.planner)
+  first = sums_of_plan(run, plan, [sample, without_targets(sample)]).losses.cross_entropy
+  second = sums_of_plan(run, plan, [without_targets(sample), sample]).losses.cross_entropy
+  both = sums_of_plan(run, plan, twice).losses.cross_entropy
+  np.testing.assert_allclose(first, second, rtol=1e-6)
+  np.testing.assert_allclose(first + second, both, rtol=1e-6)
+
+
+def test_padding_is_invisible(one_rank):
+  """Twice the slots, so that over half are padding: the same losses, counts and gradients."""
+  run = run_config(8, slots=2 * SLOTS)
+  batch = samples(LENGTHS['equal'])
+  assert_same(sums_of_batch(run, batch), one_rank['equal'])
+  tokens = sum(LENGTHS['equal'])
+  counts = one_rank['equal'].losses.expert_counts
+  assert (counts.sum(axis=1) == tokens * MODEL.experts_per_token).all()
+
+
+def test_tight_expert_buffers_drop_and_count():
+  model = dataclasses.replace(MODEL, expert_capacity_factor=1.0)
+  run = run_config(8, model=model)
+  losses = sums_of_batch(run, samples(LENGTHS['giant'])).losses
+  assert 0 < int(losses.dropped) < losses.expert_counts.sum()
+  assert np.isfinite(losses.cross_entropy)
+  # Padding takes no room: mostly empty ranks drop nothing at the same tightness.
+  assert int(sums_of_batch(run, samples([8] * 8)).losses.dropped) == 0
+
+
+def test_block_rows_never_drop_by_default():
+  assert block_rows(MODEL, 100, 8) == 100  # one expert a rank: a token goes there at most once
+  assert block_rows(dataclasses.replace(MODEL, num_experts=16), 100, 8) == 200
+  tight = dataclasses.replace(MODEL, expert_capacity_factor=1.0)
+  assert block_rows(tight, 100, 8) == 25
+
+
+def _equations(jaxpr, name):
+  """Every equation of that primitive, a scan's body counted once."""
+  found = []
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == name:
+      found.append(eqn)
+    for value in eqn.params.values():
+      for inner in value if isinstance(value, tuple | list) else (value,):
+        inner = getattr(inner, 'jaxpr', inner)
+        if hasattr(inner, 'eqns'):
+          found += _equations(inner, name)
+  return found
+
+
+@pytest.mark.parametrize('remat', ['none', 'layer'])
+def test_two_exchanges_a_layer_and_direction(monkeypatch, remat):
+  """In the step's program with `ragged`: F and S layers, dispatch and combine, forward and backward: 8.
+
+  None is repeated by remat; a sparse layer's stay on the local axis; nothing else moves activations.
+  """
+  monkeypatch.setattr('models.context.choose_implementation', lambda name, platform: 'ragged')
+  model = dataclasses.replace(MODEL, remat=remat, num_layers=4, expert_placement='replicated')
+  run = run_config(16, model=model)
+  step = TrainStep(run, make_mesh(run.cluster))
+  lengths = LENGTHS['long and short']
+  (plan,) = solve(lengths, run.cluster, run.model, run.planner)
+  assert (plan.scope(FULL), plan.scope(SPARSE)) == ('domain', 'local')
+  arrays = pack(plan, samples(lengths), step.widest_degree(plan))
+  shapes, load = step.state_shapes(), np.zeros((4, 8), np.float32)
+  jaxpr = jax.make_jaxpr(step.gradients, static_argnums=3)(shapes.params, load, arrays, ('domain', 'local'))
+  axes = [
+    tuple(np.atleast_1d(eqn.params['axis_name'])) for eqn in _equations(jaxpr.jaxpr, 'ragged_all_to_all')
+  ]
+  assert sorted(axes) == [('local',)] * 4 + [('node', 'local')] * 4
+  assert not _equations(jaxpr.jaxpr, 'all_to_all')
+  gathers = _equations(jaxpr.jaxpr, 'all_gather')
+  shards = {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(shapes.params)}
+  shards |= {shape[2:] for shape in shards}  # a layer's, out of its stack
+  assert gathers and all(eqn.invars[0].aval.shape in shards for eqn in gathers)  # parameters, nothing else
+
+
+def test_chunked_loss_equals_whole_logits():
+  rng = np.random.default_rng(0)
+  hidden, table = rng.normal(size=(11, 6)), rng.normal(size=(23, 6))
+  targets = jnp.asarray([3, 22, -1, 0, 5, -1, 7, 9, 10, 22, 1])
+
+  def whole(hidden, table):
+    logp = jax.nn.log_softmax(hidden @ table.T)
+    picked = jnp.take_along_axis(logp, jnp.maximum(targets, 0)[:, None], axis=1)[:, 0]
+    return -jnp.where(targets >= 0, picked, 0).sum()
+
+  hidden, table = jnp.float32(hidden), jnp.float32(table)
+  for chunk in (1, 7, 23, 100):
+    chunked = jax.value_and_grad(lambda h, t, c=chunk: token_losses(c, h, t, targets).sum(), argnums=(0, 1))
+    got, want = chunked(hidden, table), jax.value_and_grad(whole, argnums=(0, 1))(hidden, table)
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_loss_is_float32_in_bfloat16_runs():
+  batch = samples(LENGTHS['equal'])
+  exact = sums_of_batch(run_config(1), batch).losses.cross_entropy
+  model = dataclasses.replace(MODEL, compute_dtype='bfloat16')
+  half = sums_of_batch(run_config(8, model=model), batch)
+  assert half.losses.cross_entropy.dtype == np.float32
+  np.testing.assert_allclose(half.losses.cross_entropy, exact, rtol=2e-2)
+  assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(half.grads))
+
+
+def test_stacks_cover_the_layers_in_order():
+  model = dataclasses.replace(MODEL, num_layers=11, pattern='FSSS', dense_layers=1)
+  found = stacks(model)
+  assert [(s.first, s.runs, s.repeats) for s in found] == [(0, (1, 3), 1), (4, (1, 3), 1), (8, (1, 2), 1)]
+  assert [int(i) for s in found for r in range(s.repeats) for run in range(len(s.runs))
+          for i in s.run_layers(run)[r]] == list(range(11))  # fmt: skip
+
+
+def test_flops_against_the_compiled_forward_pass():
+  """The model's own count of matrix products against XLA's, for a dense model on one rank."""
+  model = dataclasses.replace(
+    MODEL, num_experts=0, dense_width=64, d_model=64, num_layers=2, remat='none', loss_vocab_chunk=256
+  )
+  linear = flops.linear_flops_per_token(model)
+  by_hand = 2 * (2 * 64 * (32 + 8 + 32) * 4 + 6 * 64 * 64) + 2 * 64 * 256
+  assert linear == by_hand
+  pairs = flops.attention_pairs(np.array([1, 4, 10]), 4)
+  assert pairs.tolist() == [1, 10, 10 + 6 * 4]
+  assert flops.attention_pairs(10, None) == 55
+  assert flops.sample_flops(model, 10) == 10 * linear + 4 * 128 * (55 + flops.attention_pairs(10, 7))
+
+
+def test_plan_of_another_batch_is_refused():
+  run = run_config(4)
+  plan = Plan((0,), (5,), (Group(0, 4, (0,)),), (Group(0, 4, (0,)),), 'repack', 64, 4, 4, 2)
+  with pytest.raises(ValueError, match='made for another batch'):
+    sums_of_plan(run, plan, samples([6]))
