@@ -177,7 +177,7 @@ def bench_case(args: argparse.Namespace, tokens: int, pack: str, window: int | N
 
 def print_header() -> None:
   columns = ''.join(f'| {name + ": s, ratio, MiB":>28} ' for name in CANDIDATES)
-  print(f'{"tokens":>6} {"documents":>9} {"window":>6} {"pass":16} {columns}')
+  print(f'{"tokens":>6} {"documents":>9} {"longest":>7} {"window":>6} {"pass":16} {columns}')
 
 
 def print_row(record: dict) -> None:
@@ -191,7 +191,8 @@ def print_row(record: dict) -> None:
       cells.append(f'| {record["median_s"][name]:>10.4f} {ratio:>8} {mib:>8.1f} ')
   window = record['window_tokens'] or '-'
   print(
-    f'{record["tokens"]:>6} {record["documents"]:>9} {window:>6} {record["pass"]:16} {"".join(cells)}',
+    f'{record["tokens"]:>6} {record["documents"]:>9} {record["longest_document_tokens"]:>7} {window:>6} '
+    f'{record["pass"]:16} {"".join(cells)}',
     flush=True,
   )
 

@@ -43,7 +43,7 @@ def run_config(
   return RunConfig(
     cluster=ClusterConfig(
       nodes=nodes, ranks_per_node=ranks_per_node, platform='cpu', sustained_flops_per_s=2e9,
-      intra_node_bytes_per_s=1e8, inter_node_bytes_per_s=1.4e7,
+      intra_node_bytes_per_s=1e8, inter_node_bytes_per_s=2e7,
     ),
     model=model,
     data=DataConfig(max_document_tokens=slots, batch_tokens=slots),
@@ -89,8 +89,9 @@ def packed(run: RunConfig, plan: Plan, batch: Sequence[Sample]) -> PlanArrays:
 
 def sums_of_plan(run: RunConfig, plan: Plan, batch: Sequence[Sample]) -> Sums:
   """Losses and gradients of one micro-batch as NumPy arrays, not divided by anything."""
-  load = np.full((run.model.num_layers, max(1, run.model.num_experts)), 1 / 8, np.float32)
-  load[:, 0], load[:, 1] = 2 / 8, 0  # not uniform, so that the balance loss has a gradient
+  experts = max(1, run.model.num_experts)
+  share = np.arange(1, experts + 1, dtype=np.float32)  # not uniform: the balance loss has a gradient
+  load = np.tile(share / share.sum(), (run.model.num_layers, 1))
   scopes = (plan.scope(FULL), plan.scope(SPARSE))
   result = _gradients(run)(parameters(run), load, packed(run, plan, batch), scopes=scopes)
   return jax.tree.map(np.asarray, result)

@@ -17,8 +17,15 @@ import chex
 import jax
 import jax.numpy as jnp
 
-# Below every score that float32 attention can meet, yet finite: `m - m` must not be NaN in rows that have
-# seen no key so far.
+# Tokens in a block. Of 64, 128, 256 and 512, on one core of a 2.6 GHz AMD EPYC (float32, D = 64 or 128): on
+# one long sample 128 and 256 are equal and best up to 16 heads, and 128 from there; on samples of 700 tokens
+# 128 takes 0.78 times what 256 does and 1.05 times what 64 does.
+_BLOCK_TOKENS = 128
+# Fewer tokens than that are one block of a power of two, this at the least.
+_MIN_BLOCK_TOKENS = 8
+
+# Below every score that float32 attention can meet, yet finite: the difference of two such row maxima, in a
+# row that has seen no key so far, must not be NaN.
 _LOWEST = -1e30
 
 
@@ -40,12 +47,16 @@ class Tiles:
 
 
 def block_tokens(tokens: int) -> int:
-  """Tokens in a block, for T tokens."""
-  return min(128, max(8, 1 << (tokens - 1).bit_length()))
+  """Tokens in a block, a power of two, for T tokens."""
+  return min(_BLOCK_TOKENS, max(_MIN_BLOCK_TOKENS, 1 << (tokens - 1).bit_length()))
 
 
 def visible_intervals(segments: chex.Array, window: int | None) -> tuple[chex.Array, chex.Array]:
   """The keys each query sees, and the queries that see each key, as intervals.
+
+  Args:
+    segments: int32 [T], each sample one contiguous run, -1 for padding.
+    window: None, or how many tokens of its sample a query sees.
 
   Returns:
     `(first_key, last_query)`, int32 [T] each: query t sees keys `first_key[t] .. t`, and key t is seen by
@@ -66,7 +77,12 @@ def visible_intervals(segments: chex.Array, window: int | None) -> tuple[chex.Ar
 
 
 def tile_bounds(first_key: chex.Array, last_query: chex.Array, block: int) -> Tiles:
-  """Which tiles hold work, from the intervals of `visible_intervals` for a T that `block` divides."""
+  """Which tiles hold work: every tile in these bounds has a query that sees one of its keys.
+
+  Args:
+    first_key, last_query: int32 [T] from `visible_intervals`, for a T that `block` divides.
+    block: tokens in a block.
+  """
   first_key, last_query = first_key.reshape(-1, block), last_query.reshape(-1, block)
   n = first_key.shape[0]
   own = jnp.arange(n, dtype=jnp.int32)
@@ -105,6 +121,7 @@ def _put(x: chex.Array, value: chex.Array, i: chex.Array) -> chex.Array:
 
 
 def _dot(spec: str, a: chex.Array, b: chex.Array) -> chex.Array:
+  """Einsum that accumulates in float32, whatever it multiplies."""
   return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
 
 
@@ -116,7 +133,7 @@ def _mask(first_key: chex.Array, i: chex.Array, j: chex.Array, block: int, group
 
 
 def _prepare(segments: chex.Array, window: int | None):
-  """Returns `(block, valid [N * B], first_key [N, B], Tiles)`."""
+  """Pads T to whole blocks; returns `(block, valid bool [N * B], first_key int32 [N, B], Tiles)`."""
   (tokens,) = segments.shape
   block = block_tokens(tokens)
   segments = jnp.pad(segments, (0, -tokens % block), constant_values=-1)

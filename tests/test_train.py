@@ -1,0 +1,238 @@
+"""`train.py` as a user runs it, in processes of its own: runs, resumes, kills, signals, meshes and modes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+MINI = ROOT / 'tests' / 'mini.gin'
+STEPS = 15
+FIELDS = {
+  'step', 'loss', 'grad_norm', 'lr', 'tokens', 'target_tokens', 'padding_fraction', 'tokens_per_s', 'step_s',
+  'plan_s', 'data_wait_s', 'imbalance', 'widest_parent', 'children', 'cross_node_bytes',
+  'cross_node_bytes_disabled', 'compiles', 'mode', 'plan_digest', 'micro_batches', 'epoch', 'balance_loss',
+  'router_z_loss', 'dropped_assignments',
+}  # fmt: skip
+
+# Runs train.py and sends its own process a signal once the record of a step is written and, if a path is
+# given, once that exists.
+SIGNALLED = """
+import os, signal, sys, time
+import train
+from repack_jax.metrics import MetricsFile
+
+name, step, awaited, *argv = sys.argv[1:]
+write = MetricsFile.write
+
+def write_and_signal(self, record):
+  write(self, record)
+  if record['step'] == int(step):
+    while awaited and not os.path.exists(awaited):
+      time.sleep(0.01)
+    os.kill(os.getpid(), getattr(signal, name))
+
+MetricsFile.write = write_and_signal
+sys.exit(train.main(argv))
+"""
+
+
+class Finished(NamedTuple):
+  out: str
+  err: str
+
+
+class Runs:
+  """Starts runs of the mini config on one file of documents."""
+
+  def __init__(self, folder: Path):
+    self.folder = folder
+    self.documents = folder / 'documents.jsonl'
+    text = 'layer pack rank node token plan ' * 4
+    lines = [json.dumps({'text': text[i % 7 :][: (100, 60, 30)[i % 3]]}) for i in range(60)]
+    self.documents.write_text('\n'.join(lines))
+
+  def arguments(self, workdir: str | None, *settings: str, config: Path = MINI) -> list[str]:
+    settings = (f"DataConfig.source='{self.documents}'", *settings)
+    named = [] if workdir is None else ['--workdir', str(self.folder / workdir)]
+    return ['--config', str(config), *(part for s in settings for part in ('--set', s)), *named]
+
+  def start(self, arguments: list[str], signalled: tuple[str, ...] = (), **env: str) -> subprocess.Popen:
+    """`signalled` is (signal's name, step, path to await or '')."""
+    program = ['-c', SIGNALLED, *signalled] if signalled else [str(ROOT / 'train.py')]
+    cache = {
+      'JAX_COMPILATION_CACHE_DIR': str(Path(jax.config.jax_compilation_cache_dir).resolve()),
+      'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
+    }
+    return subprocess.Popen(
+      [sys.executable, *program, *arguments],
+      cwd=self.folder,
+      env=os.environ | cache | {'PYTHONPATH': str(ROOT)} | env,
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+
+  def run(self, *args: object, code: int = 0, **kwargs: object) -> Finished:
+    return finish(self.start(self.arguments(*args, **kwargs)), code)  # type: ignore[arg-type]
+
+  def records(self, workdir: str) -> list[dict]:
+    return [json.loads(line) for line in (self.folder / workdir / 'metrics.jsonl').read_text().splitlines()]
+
+  def losses(self, workdir: str) -> list[float]:
+    """The loss of each step; every step must be there once, in order."""
+    records = self.records(workdir)
+    assert [record['step'] for record in records] == list(range(1, len(records) + 1))
+    return [record['loss'] for record in records]
+
+  def checkpoints(self, workdir: str) -> set[str]:
+    return {path.name for path in (self.folder / workdir / 'checkpoints').iterdir()}
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> Finished:
+  out, err = process.communicate(timeout=120)
+  assert process.returncode == code, err
+  assert 'Traceback' not in err and 'warning' not in err.lower(), err
+  return Finished(out, err)
+
+
+@pytest.fixture(scope='module')
+def runs(tmp_path_factory) -> Runs:
+  return Runs(tmp_path_factory.mktemp('runs'))
+
+
+@pytest.fixture(scope='module')
+def straight(runs) -> Finished:
+  """The uninterrupted run that others must equal."""
+  return runs.run('straight')
+
+
+def test_a_run_and_its_records(runs, straight):
+  records = runs.records('straight')
+  assert [record['step'] for record in records] == list(range(1, STEPS + 1))
+  for record in records:
+    assert set(record) == FIELDS
+    assert 0 < record['target_tokens'] < record['tokens'] <= 200
+    assert record['padding_fraction'] == 1 - record['tokens'] / (4 * 64)
+    assert record['tokens_per_s'] == record['tokens'] / (record['step_s'] + record['data_wait_s'])
+    assert min(record['step_s'], record['plan_s'], record['data_wait_s'], record['grad_norm']) > 0
+    assert 1 <= record['imbalance'] <= 4 and record['mode'] == 'repack'
+    assert record['cross_node_bytes'] <= record['cross_node_bytes_disabled']
+    assert len(record['plan_digest']) == 16 and record['dropped_assignments'] == 0
+  assert [record['lr'] for record in records[:3]] == pytest.approx([0.005, 0.0075, 0.01])
+  assert records[-1]['compiles'] == len({r['widest_parent'] > 2 for r in records})
+  assert max(record['widest_parent'] for record in records) == 4
+  assert any(record['cross_node_bytes'] < record['cross_node_bytes_disabled'] for record in records)
+  losses = runs.losses('straight')
+  assert abs(losses[0] - np.log(256)) < 0.1 and losses[-1] < 0.7 * losses[0]
+
+
+def test_what_a_run_prints(runs, straight):
+  lines = straight.out.strip().splitlines()
+  assert lines[0] == f'run in {runs.folder / "straight"}'
+  assert [line[2:22].strip() for line in lines[1:]] == [
+    'final loss', 'tokens trained', 'documents', 'expert assignments', 'compiles', 'widest parent',
+    'children', 'crossed nodes',
+  ]  # fmt: skip
+  assert 'mesh: data 1 x node 2 x local 2 on cpu' in straight.err
+  assert 'exchange: dense' in straight.err and f'{STEPS}/{STEPS}' in straight.err
+
+
+def test_resolved_config_repeats_the_run_and_modes_agree(runs, straight):
+  resolved = runs.folder / 'straight' / 'resolved.gin'
+  started = [runs.start(['--config', str(resolved), '--workdir', str(runs.folder / 'again')])]
+  for mode in ('static', 'parents'):
+    started.append(runs.start(runs.arguments(mode, f"PlannerConfig.mode='{mode}'")))
+  for process in started:
+    finish(process)
+  assert (runs.folder / 'again' / 'resolved.gin').read_text() == resolved.read_text()
+  assert runs.losses('again') == runs.losses('straight')
+  for mode in ('static', 'parents'):
+    np.testing.assert_allclose(runs.losses(mode), runs.losses('straight'), rtol=1e-4)
+    for got, want in zip(runs.records(mode), runs.records('straight'), strict=True):
+      assert got['mode'] == mode
+      assert (got['tokens'], got['target_tokens']) == (want['tokens'], want['target_tokens'])
+      assert got['cross_node_bytes_disabled'] == want['cross_node_bytes_disabled']
+
+
+def test_resume_twice_is_exact_and_other_meshes_lose_nothing(runs, straight):
+  runs.run('stopped', 'TrainConfig.steps=5')
+  shutil.copytree(runs.folder / 'stopped', runs.folder / 'moved')
+  # 4 ranks -> 2 -> 8, beside the same mesh all along
+  meshes = {
+    10: ('ClusterConfig.ranks_per_node=1',),
+    STEPS: ('ClusterConfig.ranks_per_node=2', 'ClusterConfig.domains=2'),
+  }
+  for steps, mesh in meshes.items():
+    moved = runs.start(runs.arguments('moved', f'TrainConfig.steps={steps}', *mesh))
+    resumed = runs.run('stopped', f'TrainConfig.steps={steps}')
+    assert f'after step {steps - 5}' in resumed.err and f'after {steps} steps' in resumed.out
+    finish(moved)
+  assert runs.losses('stopped') == runs.losses('straight')
+  np.testing.assert_allclose(runs.losses('moved'), runs.losses('straight'), rtol=1e-4)
+  for got, want in zip(runs.records('moved'), runs.records('straight'), strict=True):
+    assert (got['tokens'], got['target_tokens']) == (want['tokens'], want['target_tokens'])
+  assert runs.records('moved')[7]['micro_batches'] == 2
+  assert straight.out.splitlines()[2:4] == resumed.out.splitlines()[2:4]  # tokens and documents
+
+
+def test_killed_run_goes_on_from_its_last_whole_checkpoint(runs, straight):
+  often = 'TrainConfig.checkpoint_every=2'
+  workdir = runs.folder / 'killed'
+  killed = runs.start(runs.arguments('killed', often), ('SIGKILL', '7', str(workdir / 'checkpoints' / '6')))
+  finish(killed, -signal.SIGKILL)
+  with (workdir / 'metrics.jsonl').open('a') as metrics:
+    metrics.write('{"step": 8, "loss": 3.')
+  whole = workdir / 'checkpoints' / '6'
+  shutil.copytree(whole, whole.with_name('8.orbax-checkpoint-tmp'))
+  shutil.copytree(whole, whole.with_name('10')).joinpath('commit_success.txt').unlink()
+  shutil.rmtree(shutil.copytree(whole, whole.with_name('12')) / 'data')
+  whole.with_name('14').mkdir()
+  resumed = finish_with_warnings(runs.start(runs.arguments('killed', often)))
+  assert 'after step 6' in resumed.err
+  assert runs.losses('killed') == runs.losses('straight')
+  assert {'14', '15'} <= runs.checkpoints('killed')
+
+
+def finish_with_warnings(process: subprocess.Popen) -> Finished:
+  out, err = process.communicate(timeout=120)
+  assert process.returncode == 0 and 'Traceback' not in err, err
+  return Finished(out, err)
+
+
+def test_signals_save_and_exit(runs, straight):
+  started = {
+    name: runs.start(runs.arguments(name.lower()), (name, '4', '')) for name in ('SIGTERM', 'SIGINT')
+  }
+  for name, code in (('SIGTERM', 143), ('SIGINT', 130)):
+    stopped = finish(started[name], code)
+    assert f'{name}: saving after the step that runs' in stopped.err
+    assert f'stopped by {name}, saved' in stopped.out and 'after 4 steps' in stopped.out
+    assert runs.checkpoints(name.lower()) == {'4'}
+  runs.run('sigterm')
+  assert runs.losses('sigterm') == runs.losses('straight')
+
+
+def test_sigterm_during_the_first_compilation(runs):
+  smaller = ("ModelConfig.pattern='F'", 'ModelConfig.num_layers=1', 'TrainConfig.steps=5')
+  process = runs.start(runs.arguments('compiling', *smaller), JAX_ENABLE_COMPILATION_CACHE='0')
+  metrics = runs.folder / 'compiling' / 'metrics.jsonl'
+  while not metrics.exists():
+    assert process.poll() is None
+    time.sleep(0.05)
+  time.sleep(1)
+  assert metrics.read_text() == ''
+  process.send_signal(signal.SIGTERM)
+  finish(process, 143)
+  assert len(runs.losses('compiling')) == 1
+  runs.run('compiling', *smaller)
+  assert len(runs.losses('compiling')) == 5
