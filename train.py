@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import signal
 import sys
 import time
@@ -40,6 +41,8 @@ def main(argv: list[str] | None = None) -> int:
   except ConfigError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
+  except KeyboardInterrupt:
+    return 128 + signal.SIGINT
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -103,18 +106,14 @@ def train(run: RunConfig, workdir: Path) -> int:
   with _signals() as stop:
     setup = Setup(run)
     _claim_workdir(run, workdir)
-    checkpoints = Checkpoints(workdir, run.train.keep_checkpoints)
-    try:
+    with contextlib.closing(Checkpoints(workdir, run.train.keep_checkpoints)) as checkpoints:
       state, data_state, done = setup.step.init_state(), None, 0
       if checkpoints.latest_step is not None:
         state, data_state = checkpoints.restore(setup.step.state_shapes())
         done = int(state.step)
         log.info('resuming %s after step %d', workdir, done)
-      metrics = MetricsFile(workdir / 'metrics.jsonl', keep_steps=done)
-      data_state = _train_steps(setup, state, data_state, done, checkpoints, metrics, stop)
-    finally:
-      checkpoints.close()
-    metrics.close()
+      with contextlib.closing(MetricsFile(workdir / 'metrics.jsonl', keep_steps=done)) as metrics:
+        data_state = _train_steps(setup, state, data_state, done, checkpoints, metrics, stop)
   stopped = f' (stopped by {stop[0].name}, saved; the same command with --workdir resumes)' if stop else ''
   print(f'\nrun in {workdir}{stopped}\n{summary(metrics.records, data_state or {})}')
   return 128 + stop[0] if stop else 0
@@ -145,9 +144,11 @@ def _train_steps(
         start = time.perf_counter()
         for plan, arrays in zip(planned.plans, planned.arrays, strict=True):
           sums = program.accumulate(state, sums, plan, arrays)
-        state, measured, sums = program.update(state, sums, planned.target_tokens)
+        # One assignment: an interrupt later on, even in the wait for the values, finds all three of one step.
+        (state, measured, sums), done, data_state = (
+          program.update(state, sums, planned.target_tokens), done + 1, planned.batch.state_after,
+        )  # fmt: skip
         values = {name: getattr(measured, name).item() for name in _SCALARS}
-        done, data_state = done + 1, planned.batch.state_after
         step_s = time.perf_counter() - start
         compiles = program.traces['accumulate']
         record = step_record(setup.run, done, planned, values, step_s, wait_s, compiles)
@@ -185,7 +186,8 @@ def _signals() -> Iterator[list[signal.Signals]]:
     if received and number == signal.SIGINT:
       raise KeyboardInterrupt
     received.append(signal.Signals(number))
-    print(f'\n{received[-1].name}: saving after the step that runs', file=sys.stderr)
+    # Not print: it may have been interrupted in the middle, and is not reentrant.
+    os.write(2, f'\n{received[-1].name}: saving after the step that runs\n'.encode())
 
   before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
   try:

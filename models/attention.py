@@ -9,7 +9,6 @@ from models.context import StepContext
 from models.layers import RMSNorm, normal_param, rotary
 from repack_jax.arrays import Route
 from repack_jax.config import FULL, ModelConfig
-from repack_jax.ulysses import ulysses_attention
 
 
 class Attention(nnx.Module):
@@ -36,5 +35,5 @@ class Attention(nnx.Module):
       q, k = self.query_norm(q), self.key_norm(k)
     q, k = rotary(q, positions, config.rope_theta), rotary(k, positions, config.rope_theta)
     window = None if self.kind == FULL else config.window_tokens
-    y = ulysses_attention(ctx.exchange[self.kind], ctx.attention, window, q, k, v, route)
+    y = ctx.attend(self.kind, window, q, k, v, route)
     return y.reshape(-1, config.num_heads * config.head_dim) @ self.out[...]

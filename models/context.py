@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from repack_jax.arrays import Route
 from repack_jax.attention import AttentionImpl, get_attention
 from repack_jax.collectives import Exchange, choose_implementation, row_heads
 from repack_jax.config import FULL, SPARSE, ModelConfig, RunConfig, allowed_sp_degrees
 from repack_jax.mesh import LOCAL_AXIS, domain_size, scope_axes
 from repack_jax.plan import DOMAIN, LOCAL
+from repack_jax.ulysses import ulysses_attention
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,12 @@ class StepContext:
   @property
   def dtype(self) -> jnp.dtype:
     return jnp.dtype(self.model.compute_dtype)
+
+  def attend(
+    self, kind: str, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array, route: Route
+  ) -> jax.Array:
+    """Attention of such a layer over the rank's group: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
+    return ulysses_attention(self.exchange[kind], self.attention, window, q, k, v, route)
 
   @property
   def implementation(self) -> str:

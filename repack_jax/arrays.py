@@ -25,14 +25,14 @@ class Route(NamedTuple):
   Attributes:
     log2_size [R]: log2 of the group's SP degree.
     first [R]: the group's first rank, counted from the start of the exchange scope.
-    index [R]: the rank's place in its group.
+    place [R]: the rank's place in its group.
     counts [R, S]: tokens that the group's ranks hold, in order; 0 past the group's size.
     segments [R, G]: for each token of the group's stream the sample it belongs to, -1 past the stream.
   """
 
   log2_size: np.ndarray
   first: np.ndarray
-  index: np.ndarray
+  place: np.ndarray
   counts: np.ndarray
   segments: np.ndarray
 
@@ -87,7 +87,7 @@ def route_arrays(plan: Plan, kind: str, widest_degree: int) -> Route:
   return Route(
     log2_size=np.log2(layout.size).astype(np.int32),
     first=(layout.first_rank % scope).astype(np.int32),
-    index=(ranks - layout.first_rank).astype(np.int32),
+    place=(ranks - layout.first_rank).astype(np.int32),
     counts=counts,
     segments=segments,
   )

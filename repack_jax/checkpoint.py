@@ -1,11 +1,14 @@
 """Checkpoints with orbax: the training state, and the exact position in the data.
 
-Orbax writes into a temporary folder and renames it when all is there, so a half-written checkpoint is
-never taken. Arrays are stored by their global shapes and can be restored onto any mesh.
+Orbax writes into a temporary folder, puts its marks there when all is written, and renames it. A folder
+without the marks, such as an interrupted copy leaves, is set aside and never taken. Arrays are stored by
+their global shapes and can be restored onto any mesh.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +16,17 @@ import orbax.checkpoint as ocp
 
 from repack_jax.config import ConfigError
 
+log = logging.getLogger(__name__)
+
+_MARKS = ('commit_success.txt', 'state/commit_success.txt', 'data/commit_success.txt')
+
 
 class Checkpoints:
   """The checkpoints of a run, in `WORKDIR/checkpoints`."""
 
   def __init__(self, workdir: Path, keep: int):
     self._folder = workdir / 'checkpoints'
+    _set_incomplete_aside(self._folder)
     options = ocp.CheckpointManagerOptions(max_to_keep=keep, create=True)
     self._manager = ocp.CheckpointManager(self._folder.resolve(), options=options)
 
@@ -32,8 +40,8 @@ class Checkpoints:
     if self.latest_step == step:
       return
     parts = ocp.args.Composite(
-      state=ocp.args.StandardSave(state),  # type: ignore[call-arg]
-      data=ocp.args.JsonSave(data_state),  # type: ignore[call-arg]
+      state=ocp.args.StandardSave(state),
+      data=ocp.args.JsonSave(data_state),
     )
     self._manager.save(step, args=parts)
 
@@ -48,8 +56,8 @@ class Checkpoints:
     """
     step = self.latest_step
     parts = ocp.args.Composite(
-      state=ocp.args.StandardRestore(shapes),  # type: ignore[call-arg]
-      data=ocp.args.JsonRestore(),  # type: ignore[call-arg]
+      state=ocp.args.StandardRestore(shapes),
+      data=ocp.args.JsonRestore(),
     )
     try:
       restored = self._manager.restore(step, args=parts)
@@ -65,3 +73,11 @@ class Checkpoints:
     """Waits until what is being saved is complete."""
     self._manager.wait_until_finished()
     self._manager.close()
+
+
+def _set_incomplete_aside(folder: Path) -> None:
+  for step in folder.glob('*'):
+    if step.name.isdigit() and not all((step / mark).exists() for mark in _MARKS):
+      aside = step.with_name(f'{step.name}.incomplete-{time.time_ns()}')
+      log.warning('%s: an incomplete checkpoint, renamed to %s and not used', step, aside.name)
+      step.rename(aside)

@@ -228,7 +228,7 @@ def _by_degree(ex: Exchange, heads_of: Callable[[int], int], route: Route, make:
 
 def _owned(ex: Exchange, x: jax.Array, route: Route) -> jax.Array:
   """Zeros in the slots past the rank's own tokens, whatever was left there."""
-  mine = jnp.arange(ex.capacity_tokens) < route.counts[route.index]
+  mine = jnp.arange(ex.capacity_tokens) < route.counts[route.place]
   return jnp.where(mine[:, None, None], x, 0)
 
 
@@ -266,12 +266,12 @@ def ragged_offsets(
   counts = jnp.where(inside, route.counts[place], 0)
   before = jnp.cumsum(route.counts) - route.counts
   slot_rows = ex.capacity_tokens * unit
-  mine = jnp.where(inside, route.counts[route.index], 0) * unit
+  mine = jnp.where(inside, route.counts[route.place], 0) * unit
   theirs = counts * unit
   in_slots = jnp.where(inside, place * slot_rows, 0)  # where a peer's block starts here
   in_stream = jnp.where(inside, before[place], 0) * unit  # where a peer's tokens start in the stream
-  my_slot = jnp.where(inside, route.index, 0) * slot_rows  # where my block starts on a peer
-  my_stream = jnp.where(inside, before[route.index], 0) * unit
+  my_slot = jnp.where(inside, route.place, 0) * slot_rows  # where my block starts on a peer
+  my_stream = jnp.where(inside, before[route.place], 0) * unit
   if stream:
     return in_slots, mine, my_stream, theirs
   return in_stream, theirs, my_slot, mine
@@ -324,10 +324,9 @@ def _dense_move(ex, heads_of, rows, route, stream):
     received.append(
       lax.all_to_all(to_wire(degree), axes, split_axis=0, concat_axis=0, axis_index_groups=groups)
     )
-  branches = [lambda received=received: received[0]]
+  branches = [lambda: rows]
   branches += [
-    lambda x=x, degree=degree: from_wire(x, degree)
-    for x, degree in zip(received[1:], ex.degrees[1:], strict=True)
+    functools.partial(from_wire, x, degree) for x, degree in zip(received[1:], ex.degrees[1:], strict=True)
   ]
   return lax.switch(route.log2_size, branches)
 

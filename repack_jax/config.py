@@ -45,7 +45,9 @@ def _check_types(config: object) -> None:
     )
     names = ' or '.join(kind.__name__ for kind in allowed)
     hint_quotes = ' (quote strings in gin)' if allowed == (str,) else ''
-    _require(ok, f'{type(config).__name__}.{field.name}', value, f'must be of type {names}{hint_quotes}')
+    name = f'{type(config).__name__}.{field.name}'
+    _require(ok, name, value, f'must be of type {names}{hint_quotes}')
+    _require(not isinstance(value, float) or math.isfinite(value), name, value, 'must be a finite number')
 
 
 def _check_choice(config: object, **choices: tuple[str, ...]) -> None:

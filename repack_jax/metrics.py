@@ -105,7 +105,7 @@ def summary(records: Sequence[Record], data_state: Mapping[str, int]) -> str:
   if not records:
     return 'no steps were run'
   last = records[-1]
-  children = sum((Counter(record['children']) for record in records), Counter())
+  children: Counter[str] = sum((Counter(record['children']) for record in records), Counter())
   sent = sum(record['cross_node_bytes'] for record in records)
   disabled = sum(record['cross_node_bytes_disabled'] for record in records)
   histogram = ', '.join(f'SP{size}: {children[size]}' for size in sorted(children, key=int))

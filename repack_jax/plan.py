@@ -222,7 +222,8 @@ def _check_nesting(plan: Plan) -> None:
   """Children lie inside parents, parents' streams are their children's, and children inside nodes."""
   children = iter(plan.children)
   for parent in plan.parents:
-    rank, stream = parent.first_rank, []
+    rank = parent.first_rank
+    stream: list[int] = []
     while rank < parent.end_rank:
       child = next(children)
       if child.end_rank > parent.end_rank:

@@ -88,8 +88,11 @@ def dense_bytes(tokens: int, heads: int, itemsize: int, backward: bool) -> int:
   return tokens**2 * heads * itemsize * (2 if backward else 1)
 
 
-def measure(programs: dict, arrays: tuple, repeats: int, budget_s: float) -> dict[str, float]:
-  """Median seconds of each program. Rounds run every program in turn; after `budget_s` no round starts."""
+def measure(programs: dict, arrays: tuple, repeats: int, budget_s: float) -> tuple[dict[str, float], int]:
+  """Median seconds of each program, and the number of rounds.
+
+  A round runs every program once, in turn; after `budget_s` no round starts.
+  """
   times_s = {name: [] for name in programs}
   for program in programs.values():
     jax.block_until_ready(program(*arrays))
@@ -101,7 +104,8 @@ def measure(programs: dict, arrays: tuple, repeats: int, budget_s: float) -> dic
       begun = time.perf_counter()
       jax.block_until_ready(program(*arrays))
       times_s[name].append(time.perf_counter() - begun)
-  return {name: statistics.median(values) for name, values in times_s.items()}
+  medians_s = {name: statistics.median(values) for name, values in times_s.items()}
+  return medians_s, len(times_s['blockwise'])
 
 
 def machine() -> dict[str, object]:
@@ -155,9 +159,9 @@ def bench_case(args: argparse.Namespace, tokens: int, pack: str, window: int | N
   skipped = {}
   needs_gib = dense_bytes(tokens, args.heads, 4, backward) / 2**30
   if needs_gib > args.dense_limit_gib:
-    skipped = {name: f'needs {needs_gib:.0f} GiB' for name in CANDIDATES if name != 'blockwise'}
+    skipped = {name: f'needs over {needs_gib:.2g} GiB' for name in CANDIDATES if name != 'blockwise'}
   programs = {name: compile_one(name, window, backward, arrays) for name in CANDIDATES if name not in skipped}
-  times_s = measure(programs, arrays, args.repeats, args.budget_s)
+  times_s, rounds = measure(programs, arrays, args.repeats, args.budget_s)
   temp_bytes = {name: p.memory_analysis().temp_size_in_bytes for name, p in programs.items()}
   record = {
     'tokens': tokens,
@@ -167,6 +171,7 @@ def bench_case(args: argparse.Namespace, tokens: int, pack: str, window: int | N
     'window_tokens': window,
     'pass': 'forward+backward' if backward else 'forward',
     'median_s': times_s,
+    'rounds': rounds,
     'times_slower_than_blockwise': {name: s / times_s['blockwise'] for name, s in times_s.items()},
     'temp_bytes': temp_bytes,
     'skipped': skipped,
@@ -177,7 +182,7 @@ def bench_case(args: argparse.Namespace, tokens: int, pack: str, window: int | N
 
 def print_header() -> None:
   columns = ''.join(f'| {name + ": s, ratio, MiB":>28} ' for name in CANDIDATES)
-  print(f'{"tokens":>6} {"documents":>9} {"longest":>7} {"window":>6} {"pass":16} {columns}')
+  print(f'{"tokens":>6} {"documents":>9} {"longest":>7} {"window":>6} {"pass":16} {"rounds":>6} {columns}')
 
 
 def print_row(record: dict) -> None:
@@ -192,7 +197,7 @@ def print_row(record: dict) -> None:
   window = record['window_tokens'] or '-'
   print(
     f'{record["tokens"]:>6} {record["documents"]:>9} {record["longest_document_tokens"]:>7} {window:>6} '
-    f'{record["pass"]:16} {"".join(cells)}',
+    f'{record["pass"]:16} {record["rounds"]:>6} {"".join(cells)}',
     flush=True,
   )
 

@@ -8,6 +8,8 @@ NUM_DEVICES = 32
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 os.environ['JAX_PLATFORMS'] = 'cpu'
+# The suite compiles far more than it runs, so XLA's backend optimizes little here.
+os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0'
 
 import jax  # noqa: E402
 

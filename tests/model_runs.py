@@ -27,7 +27,7 @@ from repack_jax.plan import Plan
 from repack_jax.solver import solve
 
 MODEL = ModelConfig(
-  d_model=32, num_layers=3, pattern='FS', num_heads=32, num_kv_heads=4, head_dim=4, window_tokens=7,
+  d_model=32, num_layers=2, pattern='FS', num_heads=32, num_kv_heads=4, head_dim=4, window_tokens=7,
   num_experts=8, experts_per_token=2, expert_width=16, shared_expert_width=8, dense_layers=0,
   loss_vocab_chunk=100, init_std=0.2,
 )  # fmt: skip

@@ -36,25 +36,21 @@ def children_of_parent(
   rank_tokens = lengths[inside].sum() / parent.size
   candidates = [[parent]]
   for narrowest in (1, usable[-1]):
-    groups: list[Group] | None = []
-    for node, members in enumerate(nodes):
-      samples = inside[members].tolist()
-      degree = {s: _narrowest(lengths[s], rank_tokens, narrowest, usable) for s in samples}
-      placed = place(
-        samples,
+    degree = {int(s): _narrowest(lengths[s], rank_tokens, narrowest, usable) for s in inside}
+    placed = [
+      place(
+        inside[members].tolist(),
         lengths.tolist(),
         degree,
-        {s: float(work_s[s]) for s in samples},
+        {int(s): float(work_s[s]) for s in inside},
         parent.first_rank + node * block,
         block,
         capacity_tokens,
       )
-      if placed is None:
-        groups = None
-        break
-      groups += placed
-    if groups is not None:
-      candidates.append(groups)
+      for node, members in enumerate(nodes)
+    ]
+    if all(groups is not None for groups in placed):
+      candidates.append([group for groups in placed for group in groups or ()])
   return min(candidates, key=lambda groups: slowest_child_s(groups, lengths, cost))
 
 

@@ -23,7 +23,7 @@ def static_degree(degrees: Sequence[int], capacity_tokens: int, longest_tokens: 
 
 
 def solve(
-  lengths: Sequence[int], cluster: ClusterConfig, model: ModelConfig, config: PlannerConfig
+  lengths: Sequence[int] | np.ndarray, cluster: ClusterConfig, model: ModelConfig, config: PlannerConfig
 ) -> list[Plan]:
   """Plans for a batch, one a micro-batch; every sample is in exactly one. No plans for an empty batch.
 

@@ -1,0 +1,50 @@
+# make train   sets up .venv and trains configs/tiny_cpu.gin
+# make test    sets up .venv and runs the tests
+# make lint    ruff and mypy
+# make bench   the benchmarks of scripts/
+#
+# ARGS go to the command: make train ARGS="--set TrainConfig.steps=20"
+
+# The first Python that is 3.11 or 3.12; say PYTHON=... for another place.
+PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
+  $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
+CONFIG ?= configs/tiny_cpu.gin
+BIN := .venv/bin
+# Compiled programs are kept between runs.
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+
+.PHONY: train test lint bench setup setup-dev clean
+
+train: setup
+	$(BIN)/python train.py --config $(CONFIG) $(ARGS)
+
+test: setup-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup
+	$(BIN)/python scripts/bench_attention.py $(ARGS)
+	$(BIN)/python scripts/bench_exchange.py $(ARGS)
+	$(BIN)/python scripts/bench_step.py $(ARGS)
+
+setup: .venv/.installed
+setup-dev: .venv/.installed-dev
+
+.venv/bin/python:
+	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 found; say PYTHON=/path/to/python3.12"; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/.installed: requirements.txt | .venv/bin/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+.venv/.installed-dev: requirements-dev.txt .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+clean:
+	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache

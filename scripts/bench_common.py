@@ -1,0 +1,69 @@
+"""What the benchmarks share: naming the machine, and timing programs side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import jax
+
+
+def machine() -> dict[str, object]:
+  """Names what a benchmark runs on."""
+  cpu = platform.processor()
+  cpuinfo = pathlib.Path('/proc/cpuinfo')
+  if cpuinfo.exists():
+    names = [line.split(':')[1].strip() for line in cpuinfo.read_text().splitlines() if 'model name' in line]
+    cpu = names[0] if names else cpu
+  devices = jax.devices()
+  return {
+    'cpu': cpu,
+    'cores': os.cpu_count(),
+    'device': f'{len(devices)} x {devices[0].device_kind}',
+    'jax': jax.__version__,
+    'python': platform.python_version(),
+    'load_average': round(os.getloadavg()[0], 2),
+  }
+
+
+def measure(programs: Mapping[str, Callable[[], object]], rounds: int, budget_s: float) -> dict[str, float]:
+  """Median seconds of each program, after one warm-up of each.
+
+  A round runs every program in turn, so that a drift of the machine's speed meets all alike. No round
+  starts after `budget_s`.
+  """
+  times_s: dict[str, list[float]] = {name: [] for name in programs}
+  for program in programs.values():
+    jax.block_until_ready(program())
+  start = time.perf_counter()
+  for done in range(rounds):
+    if done and time.perf_counter() - start > budget_s:
+      break
+    for name, program in programs.items():
+      begun = time.perf_counter()
+      jax.block_until_ready(program())
+      times_s[name].append(time.perf_counter() - begun)
+  return {name: statistics.median(values) for name, values in times_s.items()}
+
+
+def report(title: str, rows: Sequence[Mapping[str, object]], json_file: pathlib.Path | None) -> None:
+  """Prints the machine and a table with a row a case; writes both as JSON where a file is given."""
+  about = machine()
+  print(f'{title}\n' + ', '.join(f'{key} {value}' for key, value in about.items()) + '\n')
+  columns = list(dict.fromkeys(key for row in rows for key in row))
+  cells = [[_text(row.get(column, '')) for column in columns] for row in rows]
+  widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+  for line in (columns, *cells):
+    first, *rest = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
+    print('  '.join([first.strip().ljust(widths[0]), *rest]))
+  if json_file:
+    json_file.write_text(json.dumps({'machine': about, 'results': list(rows)}, indent=2) + '\n')
+
+
+def _text(value: object) -> str:
+  return f'{value:.4g}' if isinstance(value, float) else str(value)
