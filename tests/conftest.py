@@ -13,8 +13,11 @@ os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_opti
 
 import jax  # noqa: E402
 
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
 jax.config.update('jax_num_cpu_devices', NUM_DEVICES)
-jax.config.update('jax_compilation_cache_dir', os.environ.get('JAX_COMPILATION_CACHE_DIR', '.cache/jax'))
+cache = os.environ.setdefault('JAX_COMPILATION_CACHE_DIR', str(ROOT / '.cache' / 'jax'))
+jax.config.update('jax_compilation_cache_dir', cache)
 jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
 
 
