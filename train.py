@@ -104,6 +104,7 @@ def train(run: RunConfig, workdir: Path) -> int:
   from repack_jax.metrics import MetricsFile, summary
 
   with _signals() as stop:
+    _check_workdir(run, workdir)
     setup = Setup(run)
     _claim_workdir(run, workdir)
     with contextlib.closing(Checkpoints(workdir, run.train.keep_checkpoints)) as checkpoints:
@@ -197,12 +198,8 @@ def _signals() -> Iterator[list[signal.Signals]]:
       signal.signal(number, handler)
 
 
-def _claim_workdir(run: RunConfig, workdir: Path) -> None:
-  """Writes `resolved.gin`; refuses a workdir whose run has another model or data.
-
-  Raises:
-    ConfigError: naming the first field that differs, or the folder that cannot be written.
-  """
+def _check_workdir(run: RunConfig, workdir: Path) -> None:
+  """Raises ConfigError where the workdir holds a run with another model or data, naming the first field."""
   saved = workdir / 'resolved.gin'
   if saved.exists():
     before = load([str(saved)], [])
@@ -213,9 +210,13 @@ def _claim_workdir(run: RunConfig, workdir: Path) -> None:
             f'{type(new).__name__}.{name} = {getattr(new, name)!r}: the run in {workdir} has {value!r}. '
             'Resume it with the same value, or give another --workdir'
           )
+
+
+def _claim_workdir(run: RunConfig, workdir: Path) -> None:
+  """Makes the workdir and writes `resolved.gin`; raises ConfigError where it cannot be written."""
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    saved.write_text(resolved(run))
+    (workdir / 'resolved.gin').write_text(resolved(run))
   except OSError as error:
     raise ConfigError(f'--workdir {workdir}: cannot be written ({error.strerror})') from error
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 FULL, SPARSE = 'F', 'S'
 MODES = ('static', 'parents', 'repack')
+MAX_DOMAIN_RANKS = 32  # GPU ragged all-to-alls beyond this crash in some XLA versions (openxla/xla#47283)
 
 
 class ConfigError(ValueError):
@@ -70,7 +71,7 @@ class ClusterConfig:
 
   Attributes:
     nodes: nodes of a domain, that is of what one parent can reach. A power of two.
-    ranks_per_node: ranks on one fast link. A power of two.
+    ranks_per_node: ranks on one fast link. A power of two. A domain has at most 32 ranks.
     domains: copies of the domain along the outer mesh axis `data`.
     platform: `cpu` emulates the ranks on this machine, `gpu` and `tpu` use real devices,
       `auto` takes the accelerator that JAX finds and emulates where there is none.
@@ -100,6 +101,11 @@ class ClusterConfig:
         getattr(self, name),
         'must be a power of two, since groups are aligned power-of-two blocks of ranks',
       )
+    _require(
+      self.domain_ranks <= MAX_DOMAIN_RANKS, 'ClusterConfig.nodes', self.nodes,
+      f'{self.nodes} nodes x {self.ranks_per_node} ranks are more than the {MAX_DOMAIN_RANKS} ranks that one '
+      'exchange may span; set ClusterConfig.domains for more ranks',
+    )  # fmt: skip
     for name in ('sustained_flops_per_s', 'intra_node_bytes_per_s', 'inter_node_bytes_per_s'):
       _require(getattr(self, name) > 0, f'ClusterConfig.{name}', getattr(self, name), 'must be above 0')
     _check_min(self, 0, 'peak_flops_per_s')
@@ -255,7 +261,8 @@ class PlannerConfig:
       repacking disabled) or `repack` (node-local children inside the parents).
     capacity_tokens: token slots of a rank in the compiled program.
     max_sp_degree: widest group the planner makes.
-    static_sp_degree: the degree of mode `static`; 0 takes the smallest that holds the longest document.
+    static_sp_degree: the degree of mode `static`; 0 takes the smallest that holds a sample of
+      `DataConfig.max_document_tokens`.
     lookahead_steps: batches planned and packed ahead of the device, in the background.
   """
 

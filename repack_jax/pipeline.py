@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from repack_jax.arrays import HasTokens
-from repack_jax.config import RunConfig
+from repack_jax.config import RunConfig, allowed_sp_degrees
 from repack_jax.cost import cross_node_bytes
 from repack_jax.data.batches import Batch, Batcher
 from repack_jax.plan import Plan
-from repack_jax.solver import solve
+from repack_jax.solver import solve, static_degree
 
 PackAndPut = Callable[[Plan, Sequence[HasTokens]], Any]
 
@@ -49,8 +49,12 @@ class PlannedStep:
 
 def plan_batch(run: RunConfig, batch: Batch, mode: str) -> list[Plan]:
   """The plans of a batch in a mode; they depend on the batch's lengths and the configs alone."""
-  lengths = [len(sample) for sample in batch.samples]
-  return solve(lengths, run.cluster, run.model, dataclasses.replace(run.planner, mode=mode))
+  planner = dataclasses.replace(run.planner, mode=mode)
+  if mode == 'static' and not planner.static_sp_degree:
+    degrees = allowed_sp_degrees(run.cluster, run.model, planner)
+    degree = static_degree(degrees, planner.capacity_tokens, run.data.max_document_tokens)
+    planner = dataclasses.replace(planner, static_sp_degree=degree)
+  return solve([len(sample) for sample in batch.samples], run.cluster, run.model, planner)
 
 
 def planned_steps(run: RunConfig, batcher: Batcher, pack_and_put: PackAndPut) -> Iterator[PlannedStep]:
