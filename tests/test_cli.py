@@ -93,6 +93,7 @@ def test_help_and_config_mistakes_do_not_start_jax():
     (['DataConfig.max_document_tokens=201'], 'must be at least max_document_tokens = 201'),
     (['ModelConfig.num_experts=3'], 'must be a multiple of ClusterConfig.ranks_per_node = 2'),
     (['ClusterConfig.nodes=3'], 'ClusterConfig.nodes = 3: must be a power of two'),
+    (['ClusterConfig.nodes=32'], 'set ClusterConfig.domains for more ranks'),
     (["PlannerConfig.mode='static'", 'PlannerConfig.static_sp_degree=1'], 'must be one of (1, 2, 4)'),
   ],
 )  # fmt: skip

@@ -8,15 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from repack_jax.config import ConfigError, DataConfig
-from repack_jax.data.samples import Sample, Tokenizer, cut_document, tokenize_bytes
-from repack_jax.data.sources import Source
-
-# Where the stream of samples goes on ...
-_CURSOR = ('position', 'offset', 'batches')
-# ... what has gone by ...
-_COUNTERS = ('documents', 'samples', 'tokens', 'split', 'truncated', 'dropped', 'empty', 'lost_tokens')
-# ... and what the order of documents depends on.
-_IDENTITY = ('num_documents', 'seed')
+from repack_jax.data.index import SampleIndex, index_samples
+from repack_jax.data.samples import Sample, make_sample
+from repack_jax.data.sources import Source, changed
 
 State = dict[str, int]
 
@@ -45,21 +39,17 @@ class Batch:
 class Batcher:
   """An endless iterator over batches.
 
-  The order of documents is shuffled anew each epoch. A batch takes samples in that order until the next
-  one would exceed `batch_tokens`; that one begins the next batch. Batches run on over the end of an
-  epoch, so every sample is in exactly one batch an epoch. One document is in memory at a time, besides
-  the batch being made.
+  Each epoch is a fresh random order of all samples; the pieces of a split document are samples like any
+  other. A batch takes samples in that order until the next one would exceed `batch_tokens`; that one
+  begins the next batch. Batches run on over the end of an epoch, so every sample is in exactly one batch
+  an epoch. In memory are the index and the batch being made.
 
   The state is a dict of ints, which JSON can hold:
-    position: the document that comes next, in the endless order: epoch * num_documents + place in it.
-    offset: tokens of that document that earlier batches already had (above 0 inside a split document).
-    batches: batches made.
-    documents, samples, tokens: how many the batches held; a split document counts once, with its first
-      sample.
-    split, truncated, dropped, empty: documents that were cut, shortened, left out for their length, or
-      left out for having no tokens.
-    lost_tokens: tokens that truncation and dropping left out.
-    num_documents, seed: of the run that made the state.
+    position: the sample that comes next, in the endless order: epoch * num_samples + place in it. As the
+      order begins at 0, it is also the number of samples that the batches held.
+    batches, tokens: how many batches were made, and the tokens they held.
+    seed, num_samples, epoch_tokens, samples_crc32: of the run that made the state: its seed, the samples
+      and tokens of its epoch, and a checksum of which pieces of which documents the samples are.
   """
 
   def __init__(
@@ -67,103 +57,98 @@ class Batcher:
     config: DataConfig,
     source: Source,
     state: State | None = None,
-    tokenize: Tokenizer = tokenize_bytes,
+    index: SampleIndex | None = None,
   ):
     """Begins at the first epoch, or where `state` says.
 
+    Args:
+      index: of this source and config, where there is one already.
+
     Raises:
-      ConfigError: `state` is broken, or of a run with other documents or another seed.
+      ConfigError: `state` is broken, or of a run with other samples or another seed; or there is no
+        `index` and `index_samples` raises.
     """
-    self._config, self._source, self._tokenize = config, source, tokenize
-    self._order = _shuffled_order(len(source), config.seed)
-    identity = {'num_documents': len(source), 'seed': config.seed}
-    self._state = dict.fromkeys(_CURSOR + _COUNTERS, 0) | identity
+    self._config, self._source = config, source
+    self.index = index_samples(source, config) if index is None else index
+    self._order = _shuffled_order(len(self.index), config.seed)
+    self._identity = {
+      'seed': config.seed,
+      'num_samples': len(self.index),
+      'epoch_tokens': self.index.counts['epoch_tokens'],
+      'samples_crc32': self.index.crc32(),
+    }
+    self._position = self._batches = self._tokens = 0
     if state is not None:
-      _check_state(state, identity)
-      self._state = dict(state)
-    self._state_after_batch = dict(self._state)
-    # Of the document at `position`, once it has been read: the samples still to come, and its length.
-    self._pending: tuple[Sample, ...] | None = None
-    self._document_tokens = 0
+      self._check(state)
+      self._position, self._batches, self._tokens = state['position'], state['batches'], state['tokens']
 
   def state(self) -> State:
-    """A copy of the state after the last batch that was made."""
-    return dict(self._state_after_batch)
+    """The state after the last batch that was made."""
+    cursor = {'position': self._position, 'batches': self._batches, 'tokens': self._tokens}
+    return cursor | self._identity
 
   def __iter__(self) -> typing.Self:
     return self
 
   def __next__(self) -> Batch:
-    """Raises ConfigError where a document cannot be read or used, or where no document gives a sample."""
-    self._find_sample()
-    epoch = self._state['position'] // len(self._source)
-    samples: list[Sample] = []
+    """Raises ConfigError where a document cannot be read or is not what it was when it was indexed."""
+    chosen: list[int] = []
     room_tokens = self._config.batch_tokens
-    while room_tokens > 0 and len(self._find_sample()) <= room_tokens:
-      samples.append(self._take_sample())
-      room_tokens -= len(samples[-1])
-    self._state['batches'] += 1
-    self._state_after_batch = dict(self._state)
-    return Batch(tuple(samples), self._state['batches'] - 1, epoch, self.state())
+    # No sample is longer than a batch or shorter than a token: at least one fits, and a full batch ends.
+    while (length := self.index.length[sample := self._sample_at(len(chosen))]) <= room_tokens:
+      chosen.append(sample)
+      room_tokens -= int(length)
+    samples = tuple(self._read(sample) for sample in chosen)
+    epoch = self._position // len(self.index)
+    self._position += len(samples)
+    self._batches += 1
+    self._tokens += self._config.batch_tokens - room_tokens
+    return Batch(samples, self._batches - 1, epoch, self.state())
 
-  def _find_sample(self) -> Sample:
-    """The next sample, which stays the next; documents that give none are counted and passed over."""
-    # Any run of this many entries has a whole epoch in it: the only usable document may come first in one
-    # epoch and last in the next.
-    for _ in range(2 * len(self._source)):
-      if self._pending is None:
-        self._read_document()
-      if self._pending:
-        return self._pending[0]
-      self._pass_document()
-    raise ConfigError(
-      f'DataConfig.source = {self._config.source!r}: none of its {len(self._source)} documents can be used: '
-      f'each is empty or longer than DataConfig.max_document_tokens = {self._config.max_document_tokens}; '
-      "raise that or set DataConfig.long_documents = 'split'"
-    )
+  def _sample_at(self, ahead: int) -> int:
+    """The number in the index of the sample that is so far ahead in the order."""
+    return int(self._order[self._position + ahead])
 
-  def _read_document(self) -> None:
-    document = int(self._order[self._state['position']])
-    tokens = self._tokenize(self._source[document])
-    self._document_tokens = len(tokens)
-    self._pending = cut_document(
-      document, tokens, self._config, self._source.name(document), start=self._state['offset']
-    )
+  def _read(self, sample: int) -> Sample:
+    index = self.index
+    document, offset, length = (int(x[sample]) for x in (index.document, index.offset, index.length))
+    document_tokens = index.document_tokens[document]
+    content = self._source.read(document, offset, offset + length + 1)
+    expected_tokens = min(length + 1, document_tokens - offset)
+    if len(content) != expected_tokens or self._source.size_bytes(document) != document_tokens:
+      raise changed(self._source.name(document))
+    return make_sample(document, offset, length, content)
 
-  def _pass_document(self) -> None:
-    """Leaves a document that gives no sample."""
-    lost_tokens = self._document_tokens - self._state['offset']
-    self._state['dropped' if lost_tokens else 'empty'] += 1
-    self._state['lost_tokens'] += lost_tokens
-    self._next_document()
-
-  def _take_sample(self) -> Sample:
-    """Moves on by one sample. A document is counted with its first: until then, a state may hold it back."""
-    assert self._pending
-    sample, *rest = self._pending
-    if sample.offset == 0:
-      lost_tokens = self._document_tokens - sum(map(len, self._pending))
-      self._state['documents'] += 1
-      self._state['split'] += len(rest) > 0
-      self._state['truncated'] += lost_tokens > 0
-      self._state['lost_tokens'] += lost_tokens
-    self._state['samples'] += 1
-    self._state['tokens'] += len(sample)
-    if rest:
-      self._pending = tuple(rest)
-      self._state['offset'] = rest[0].offset
-    else:
-      self._next_document()
-    return sample
-
-  def _next_document(self) -> None:
-    self._pending = None
-    self._state['position'] += 1
-    self._state['offset'] = 0
+  def _check(self, state: State) -> None:
+    """Raises ConfigError unless this Batcher can go on from `state`."""
+    expected = self.state()
+    if set(state) != set(expected) or not all(type(n) is int and n >= 0 for n in state.values()):
+      raise ConfigError(
+        f'checkpoint: data state {state!r}: must map {", ".join(expected)} to whole numbers; it is of '
+        'another version or damaged, so start a new run'
+      )
+    if state['seed'] != self._config.seed:
+      raise ConfigError(
+        f'DataConfig.seed = {self._config.seed}: the run to resume had {state["seed"]}, and the order of its '
+        'samples depends on it; set what it had, or start a new run'
+      )
+    if any(state[name] != value for name, value in self._identity.items()):
+      raise ConfigError(
+        f'DataConfig.source = {self._config.source!r}: its samples ({_epoch_size(expected)}) are not those '
+        f'of the run to resume ({_epoch_size(state)}): the source, its documents, '
+        'DataConfig.max_document_tokens or DataConfig.long_documents changed; restore what that run had, '
+        'or start a new run'
+      )
 
 
-def _shuffled_order(num_documents: int, seed: int) -> typing.Any:
-  """The endless order: entry `epoch * num_documents + i` is the i-th document of that epoch.
+def _epoch_size(state: State) -> str:
+  return (
+    f'{state["num_samples"]} of {state["epoch_tokens"]} tokens in all, checksum {state["samples_crc32"]:08x}'
+  )
+
+
+def _shuffled_order(num_samples: int, seed: int) -> typing.Any:
+  """The endless order: entry `epoch * num_samples + i` is the i-th sample of that epoch.
 
   It is computed entry by entry, so that it takes no memory and a resumed run pays for no entry it skips.
   """
@@ -172,21 +157,4 @@ def _shuffled_order(num_documents: int, seed: int) -> typing.Any:
   # grain seeds an epoch with the sum of seed and epoch; run seeds 0 and 1 as they are would give the same
   # orders, one epoch apart.
   scattered_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-  return grain.MapDataset.range(num_documents).shuffle(seed=scattered_seed).repeat()
-
-
-def _check_state(state: State, identity: State) -> None:
-  """Raises ConfigError unless a Batcher with this `identity` can go on from `state`."""
-  expected = {*_CURSOR, *_COUNTERS, *_IDENTITY}
-  if set(state) != expected or not all(type(value) is int and value >= 0 for value in state.values()):
-    raise ConfigError(
-      f'checkpoint: data state {state!r}: must map {", ".join(sorted(expected))} to whole numbers; it is '
-      'of another version or damaged, so start a new run'
-    )
-  for name, value in identity.items():
-    if state[name] != value:
-      subject = 'DataConfig.seed' if name == 'seed' else 'documents of DataConfig.source'
-      raise ConfigError(
-        f'{subject} = {value}: the run to resume had {state[name]}, and its order of documents depends on '
-        'it; set what it had, or start a new run'
-      )
+  return grain.MapDataset.range(num_samples).shuffle(seed=scattered_seed).repeat()

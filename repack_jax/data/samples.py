@@ -1,27 +1,21 @@
-"""Documents into tokens, tokens into samples.
+"""Samples: documents or pieces of them, as tokens and targets.
 
-Targets are made of a whole document, before it is cut: the last token of a piece has the first token of
-the next piece as its target, and only a document's last token has none.
+The target of a token is the document's next one, wherever the document is cut: the last token of a piece
+has the first token of the next piece as its target, and only a document's last token has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.config import ConfigError, DataConfig
-
 NO_TARGET = -1
 
-# A tokenizer turns a document into int32 [n], in the same way every time.
-Tokenizer = Callable[[bytes], np.ndarray]
 
-
-def tokenize_bytes(document: bytes) -> np.ndarray:
-  """Returns the document's bytes as tokens 0 ... 255, int32 [n]."""
-  return np.frombuffer(document, np.uint8).astype(np.int32)
+def tokenize_bytes(content: bytes) -> np.ndarray:
+  """Returns the bytes as tokens 0 ... 255, int32 [n]."""
+  return np.frombuffer(content, np.uint8).astype(np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,38 +39,15 @@ class Sample:
     return len(self.tokens)
 
 
-def cut_document(
-  document: int, tokens: np.ndarray, config: DataConfig, name: str, start: int = 0
-) -> tuple[Sample, ...]:
-  """Returns the samples of one document; none where it is empty or dropped.
-
-  With `truncate`, the last token that is kept still has the token after it as its target: that one is
-  real data, and the document does not end there.
+def make_sample(document: int, offset: int, length: int, content: bytes) -> Sample:
+  """Returns a sample of `length` tokens.
 
   Args:
-    document: its number in the source.
-    tokens: int32 [n], the whole document.
-    config: `max_document_tokens` and `long_documents` decide what becomes of a longer document.
-    name: of the document, for the message.
-    start: cut from this token on: a resumed run has had those before it.
-
-  Raises:
-    ConfigError: the document is too long and `long_documents` is `error`.
+    content: those tokens and the document's next one, which is missing where the document ends with the
+      sample. With `truncate`, too, the last kept token has the one after it as its target: that one is
+      real data.
   """
-  limit, policy = config.max_document_tokens, config.long_documents
-  n = len(tokens)
-  if n > limit and policy == 'error':
-    raise ConfigError(
-      f'{name}: {n} tokens, more than DataConfig.max_document_tokens = {limit}; raise that, or set '
-      "DataConfig.long_documents to 'split', 'truncate' or 'drop'"
-    )
-  if n == 0 or (n > limit and policy == 'drop'):
-    return ()
-  targets = np.append(tokens[1:], np.int32(NO_TARGET))
-  for array in (tokens, targets):
-    array.setflags(write=False)
-  kept = min(n, limit) if policy == 'truncate' else n
-  return tuple(
-    Sample(document, offset, tokens[offset : offset + limit], targets[offset : offset + limit])
-    for offset in range(start, kept, limit)
-  )
+  assert len(content) in (length, length + 1)
+  tokens = np.append(tokenize_bytes(content), np.int32(NO_TARGET))
+  tokens.setflags(write=False)
+  return Sample(document, offset, tokens[:length], tokens[1 : length + 1])

@@ -1,4 +1,4 @@
-"""Sources: random-access sequences of documents, read from disk one at a time.
+"""Sources: random-access sequences of documents, read from disk when they are needed.
 
 The order of a source is fixed (sorted paths, or lines as they come), so that a document's number means
 the same on every machine that has the same data. Nothing here imports JAX.
@@ -45,33 +45,40 @@ class Source(abc.ABC):
   def size_bytes(self, index: int) -> int:
     """The length of document `index`, got as cheaply as the source allows."""
 
+  def read(self, index: int, start: int, end: int) -> bytes:
+    """Bytes `start` ... `end - 1` of document `index`, or fewer where it ends before."""
+    return self[index][start:end]
+
 
 class FileSource(Source):
   """One document a file, in the given order."""
 
   def __init__(self, root: Path, relative_paths: list[str]):
-    self._root, self._relative_paths = root, relative_paths
+    self._root, self._relative_paths = str(root), relative_paths
 
   def __len__(self) -> int:
     return len(self._relative_paths)
 
   def __getitem__(self, index: int) -> bytes:
-    try:
-      return self._path(index).read_bytes()
-    except OSError as error:
-      raise _unreadable(self._path(index), error.strerror) from None
+    return self.read(index, 0, -1)
 
   def name(self, index: int) -> str:
-    return str(self._path(index))
+    return os.path.join(self._root, self._relative_paths[index])
 
   def size_bytes(self, index: int) -> int:
     try:
-      return self._path(index).stat().st_size
+      return os.stat(self.name(index)).st_size
     except OSError as error:
-      raise _unreadable(self._path(index), error.strerror) from None
+      raise _unreadable(self.name(index), error.strerror) from None
 
-  def _path(self, index: int) -> Path:
-    return self._root / self._relative_paths[index]
+  def read(self, index: int, start: int, end: int) -> bytes:
+    """As documented in Source; no more than that is read, so pieces of a huge file cost their own size."""
+    try:
+      with open(self.name(index), 'rb', buffering=0) as file:
+        file.seek(start)
+        return file.read(end - start)
+    except OSError as error:
+      raise _unreadable(self.name(index), error.strerror) from None
 
 
 class JsonlSource(Source):
