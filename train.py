@@ -74,10 +74,12 @@ class Setup:
 
     meshes.start_devices(run.cluster)
     from models.step import TrainStep
+    from repack_jax.data.index import index_samples
     from repack_jax.data.sources import open_source
 
     self.run = run
     self.source = open_source(run.data)
+    self.index = index_samples(self.source, run.data)
     self.mesh = meshes.make_mesh(run.cluster)
     self.step = TrainStep(run, self.mesh)
     log.info(
@@ -93,7 +95,7 @@ class Setup:
     step = self.step
     return planned_steps(
       self.run,
-      Batcher(self.run.data, self.source, data_state),
+      Batcher(self.run.data, self.source, data_state, self.index),
       lambda plan, samples: step.put(pack(plan, samples, step.widest_degree(plan))),
     )
 
@@ -114,9 +116,9 @@ def train(run: RunConfig, workdir: Path) -> int:
         done = int(state.step)
         log.info('resuming %s after step %d', workdir, done)
       with contextlib.closing(MetricsFile(workdir / 'metrics.jsonl', keep_steps=done)) as metrics:
-        data_state = _train_steps(setup, state, data_state, done, checkpoints, metrics, stop)
+        _train_steps(setup, state, data_state, done, checkpoints, metrics, stop)
   stopped = f' (stopped by {stop[0].name}, saved; the same command with --workdir resumes)' if stop else ''
-  print(f'\nrun in {workdir}{stopped}\n{summary(metrics.records, data_state or {})}')
+  print(f'\nrun in {workdir}{stopped}\n{summary(metrics.records, setup.index.counts)}')
   return 128 + stop[0] if stop else 0
 
 
@@ -128,7 +130,7 @@ def _train_steps(
   checkpoints: Any,
   metrics: Any,
   stop: list[signal.Signals],
-) -> dict[str, int] | None:
+) -> None:
   """The loop: one planned step, its micro-batches, the update, a record; saves as the config says."""
   from tqdm import tqdm
 
@@ -161,7 +163,6 @@ def _train_steps(
     finally:  # whatever ends the loop, what was trained is kept
       if data_state is not None:
         checkpoints.save(done, state, data_state)
-  return data_state
 
 
 _SCALARS = ('loss', 'grad_norm', 'learning_rate', 'balance', 'router_z', 'dropped')
@@ -226,14 +227,12 @@ def dry_run(run: RunConfig) -> int:
   import jax
   import numpy as np
 
-  from repack_jax.data.sources import describe
-
   print(resolved(run))
   setup = Setup(run)
   shapes = setup.step.state_shapes()
   parameters = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes.params))
   print(f'parameters: {parameters:,}')
-  for name, value in describe(setup.source, run.data).items():
+  for name, value in setup.index.describe().items():
     print(f'{name}: {value:,}')
   planned = next(setup.planned_steps(None))
   print(

@@ -226,10 +226,10 @@ class DataConfig:
       source files of the Python that runs, which every machine has. `~` is expanded.
     file_glob: which files of a folder are documents; hidden ones never are.
     text_field: the field of a `.jsonl` line that holds the text.
-    batch_tokens: a batch takes documents until the next one would exceed this many tokens.
+    batch_tokens: a batch takes samples until the next one would exceed this many tokens.
     max_document_tokens: longest sample; what happens to longer documents is `long_documents`:
       `split` (into samples of at most this length, nothing is lost), `truncate`, `drop` or `error`.
-    seed: of the order of documents, which is drawn anew each epoch.
+    seed: of the order of samples, which is drawn anew each epoch.
   """
 
   source: str = 'stdlib'

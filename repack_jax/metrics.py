@@ -100,8 +100,8 @@ def _read(path: Path) -> list[Record]:
   return records
 
 
-def summary(records: Sequence[Record], data_state: Mapping[str, int]) -> str:
-  """The run in a few lines, for people."""
+def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
+  """The run in a few lines, for people; `data_counts` are the `SampleIndex.counts` of its data."""
   if not records:
     return 'no steps were run'
   last = records[-1]
@@ -111,14 +111,15 @@ def summary(records: Sequence[Record], data_state: Mapping[str, int]) -> str:
   histogram = ', '.join(f'SP{size}: {children[size]}' for size in sorted(children, key=int))
   saved = f' ({1 - sent / disabled:.1%} fewer)' if disabled else ''
   dropped = sum(record['dropped_assignments'] for record in records)
+  tokens = sum(record['tokens'] for record in records)
+  epochs = tokens / data_counts['epoch_tokens']
+  fates = ', '.join(
+    f'{data_counts[f"{fate}_documents"]} {fate}' for fate in ('split', 'dropped', 'truncated', 'empty')
+  )
   rows = [
     ('final loss', f'{last["loss"]:.4f} (first {records[0]["loss"]:.4f}) after {last["step"]} steps'),
-    ('tokens trained', f'{sum(record["tokens"] for record in records):,}'),
-    (
-      'documents',
-      f'{data_state["documents"]:,} used ({data_state["split"]} split), {data_state["dropped"]} dropped, '
-      f'{data_state["truncated"]} truncated, {data_state["empty"]} empty',
-    ),
+    ('tokens trained', f'{tokens:,} ({epochs:.2f} epochs)'),
+    ('documents', f'{data_counts["documents"]:,} in the source: {fates}'),
     ('expert assignments', f'{dropped} dropped'),
     ('compiles', f'{last["compiles"]} of the forward and backward program'),
     ('widest parent', f'SP{max(record["widest_parent"] for record in records)}'),

@@ -99,7 +99,8 @@ def one_rank_rows(run: RunConfig, batch, rounds: int) -> list[dict[str, object]]
   """One rank's forward and backward pass against the same model without plans, exchange and shard_map."""
   cluster = dataclasses.replace(run.cluster, nodes=1, ranks_per_node=1)
   planner = dataclasses.replace(run.planner, capacity_tokens=run.data.batch_tokens)
-  run = dataclasses.replace(run, cluster=cluster, planner=planner)
+  model = dataclasses.replace(run.model, remat='none')  # remat's names are those of the exchange
+  run = dataclasses.replace(run, cluster=cluster, planner=planner, model=model)
   step = TrainStep(run, mesh.make_mesh(cluster))
   (plan,) = plan_batch(run, batch, 'repack')
   arrays = step.put(pack(plan, batch.samples, step.widest_degree(plan)))

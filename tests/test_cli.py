@@ -1,5 +1,6 @@
 """The command line of `train.py`: help, dry run, and one message with exit code 2 for each mistake."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import train
 from repack_jax import mesh
 from repack_jax.checkpoint import Checkpoints
 from repack_jax.config import RunConfig
+from repack_jax.data.sources import JsonlSource
 from repack_jax.gin_files import load, resolved
 from repack_jax.metrics import MetricsFile, summary
 
@@ -150,17 +152,32 @@ def test_documents_that_no_policy_takes(capsys):
   assert message.startswith('docs.jsonl:3: 160 tokens, more than DataConfig.max_document_tokens = 120')
 
 
-def test_bad_document_in_the_middle_of_a_run_loses_nothing(capsys):
-  source = write_documents([100] * 10, broken_line=0)
+def test_bad_line_is_found_before_anything_is_written(capsys):
+  source = write_documents([100] * 10, broken_line=7)
+  assert error_of(capsys, [*arguments(source), '--workdir', 'run']).startswith('docs.jsonl:8: not JSON (')
+  assert not Path('run').exists()
+
+
+def test_document_that_changes_in_the_middle_of_a_run_loses_nothing(capsys, monkeypatch):
+  source = write_documents([100] * 10)
   few = (source, "ModelConfig.pattern='S'", 'ModelConfig.num_layers=1', 'PlannerConfig.lookahead_steps=1')
   argv = [*arguments(*few, 'TrainConfig.steps=12'), '--workdir', 'run']
+  read, reads = JsonlSource.read, itertools.count()
+
+  def read_and_change(*args):
+    if next(reads) == 6:
+      write_documents([100] * 9 + [96])
+    return read(*args)
+
+  monkeypatch.setattr(JsonlSource, 'read', read_and_change)
   message = error_of(capsys, argv)
-  assert message.startswith('docs.jsonl:1: not JSON (')
+  assert message.startswith('docs.jsonl:10: changed while the run was on; restore it and resume')
   trained = len(json_lines(Path('run/metrics.jsonl')))
   assert trained >= 1
   checkpoints = Checkpoints(Path('run'), 2)
   assert checkpoints.latest_step == trained
   checkpoints.close()
+  assert 'its samples (10 of 996 tokens in all' in error_of(capsys, argv)
   write_documents([100] * 10)
   assert train.main(argv) == 0
   assert [record['step'] for record in json_lines(Path('run/metrics.jsonl'))] == list(range(1, 13))
@@ -231,12 +248,13 @@ def test_metrics_file_keeps_the_steps_of_the_checkpoint():
 
 
 def test_summary_by_hand():
-  counts = {'documents': 12345, 'split': 2, 'dropped': 3, 'truncated': 4, 'empty': 5}
+  fates = {'split_documents': 2, 'dropped_documents': 3, 'truncated_documents': 4, 'empty_documents': 5}
+  counts = fates | {'documents': 12345, 'epoch_tokens': 1600}
   records = [record(1), record(2, children={'1': 4}, widest_parent=32, dropped_assignments=7)]
   assert summary(records, counts).splitlines() == [
     '  final loss          3.0000 (first 4.0000) after 2 steps',
-    '  tokens trained      2,000',
-    '  documents           12,345 used (2 split), 3 dropped, 4 truncated, 5 empty',
+    '  tokens trained      2,000 (1.25 epochs)',
+    '  documents           12,345 in the source: 2 split, 3 dropped, 4 truncated, 5 empty',
     '  expert assignments  7 dropped',
     '  compiles            2 of the forward and backward program',
     '  widest parent       SP32',

@@ -82,7 +82,7 @@ def test_random_legal_plans_agree_with_one_rank(ranks):
 
 def test_twenty_random_batches_compile_once_a_scope():
   """Through the step that training runs: 20 batches of other lengths, no more programs than scopes."""
-  run = run_config(16)
+  run = run_config(4)
   step = program(run)
   state, sums = step.init_state(), step.zero_sums()
   used = set()
@@ -125,7 +125,7 @@ def test_model_variants_do_not_depend_on_the_mesh(changes):
   model = dataclasses.replace(MODEL, **changes)
   batch = samples(LENGTHS['giant and short'])
   want = sums_of_batch(run_config(1, model=model), batch)
-  assert_same(sums_of_batch(run_config(16, model=model), batch), want)
+  assert_same(sums_of_batch(run_config(4, model=model), batch), want)
 
 
 def test_attention_implementations_agree(one_rank):

@@ -245,7 +245,7 @@ def test_place_by_hand():
 
 HOST_MODULES = (
   'config', 'gin_files', 'plan', 'cost', 'flops', 'solver', 'arrays', 'reference', 'data.sources',
-  'data.samples', 'data.batches', 'data.prefetch', 'pipeline', 'metrics',
+  'data.index', 'data.samples', 'data.batches', 'data.prefetch', 'pipeline', 'metrics',
 )  # fmt: skip
 
 

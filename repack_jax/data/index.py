@@ -40,7 +40,7 @@ class SampleIndex:
 
   def crc32(self) -> int:
     """A number that two indices share where their samples are the same."""
-    return zlib.crc32(np.stack([self.document, self.offset, self.length]))
+    return zlib.crc32(np.stack([self.document, self.offset, self.length]).tobytes())
 
   def describe(self) -> dict[str, int]:
     """Returns what a summary shows: `counts`, `total_bytes`, and what the documents' lengths are like."""

@@ -27,15 +27,11 @@ _SOURCE_REMEDY = "set DataConfig.source to a folder, a .jsonl file or 'stdlib'"
 
 
 class Source(abc.ABC):
-  """A sequence of documents. Reading one may raise ConfigError, which names it by `name`."""
+  """A sequence of documents, numbered 0 ... len - 1."""
 
   @abc.abstractmethod
   def __len__(self) -> int:
     """Number of documents."""
-
-  @abc.abstractmethod
-  def __getitem__(self, index: int) -> bytes:
-    """The content of document `index`, in 0 ... len - 1."""
 
   @abc.abstractmethod
   def name(self, index: int) -> str:
@@ -43,11 +39,15 @@ class Source(abc.ABC):
 
   @abc.abstractmethod
   def size_bytes(self, index: int) -> int:
-    """The length of document `index`, got as cheaply as the source allows."""
+    """The length of document `index`; raises ConfigError where it cannot be had."""
 
+  @abc.abstractmethod
   def read(self, index: int, start: int, end: int) -> bytes:
-    """Bytes `start` ... `end - 1` of document `index`, or fewer where it ends before."""
-    return self[index][start:end]
+    """Bytes `start` ... `end - 1` of document `index`, or fewer where it ends before.
+
+    Raises:
+      ConfigError: the document cannot be read, or it is seen to have changed.
+    """
 
 
 class FileSource(Source):
@@ -59,9 +59,6 @@ class FileSource(Source):
   def __len__(self) -> int:
     return len(self._relative_paths)
 
-  def __getitem__(self, index: int) -> bytes:
-    return self.read(index, 0, -1)
-
   def name(self, index: int) -> str:
     return os.path.join(self._root, self._relative_paths[index])
 
@@ -72,9 +69,9 @@ class FileSource(Source):
       raise _unreadable(self.name(index), error.strerror) from None
 
   def read(self, index: int, start: int, end: int) -> bytes:
-    """As documented in Source; no more than that is read, so pieces of a huge file cost their own size."""
+    # Only that much of the file, so that the pieces of a huge one cost no more than those of others.
     try:
-      with open(self.name(index), 'rb', buffering=0) as file:
+      with open(self.name(index), 'rb') as file:
         file.seek(start)
         return file.read(end - start)
     except OSError as error:
@@ -84,12 +81,13 @@ class FileSource(Source):
 class JsonlSource(Source):
   """One document a line of a `.jsonl` file: the text of one field, as UTF-8. Blank lines are skipped.
 
-  Only the offsets of the lines are kept in memory; a line is read and checked when its document is.
+  Every line is read and checked at once; in memory stay where it is and the length of its text.
   """
 
   def __init__(self, path: Path, text_field: str):
+    """Raises ConfigError where the file cannot be read or a line is no document."""
     self._path, self._text_field = path, text_field
-    starts, ends, lines = [], [], []
+    starts, ends, lines, sizes = [], [], [], []
     position = 0
     try:
       with path.open('rb') as file:
@@ -100,62 +98,45 @@ class JsonlSource(Source):
             starts.append(position)
             ends.append(position + len(line))
             lines.append(number)
+            sizes.append(len(_text(f'{path}:{number}', line, text_field)))
           position += len(line)
     except OSError as error:
       raise _unreadable(path, error.strerror) from None
-    self._starts, self._ends, self._lines = (np.array(x, np.int64) for x in (starts, ends, lines))
+    self._starts, self._ends, self._lines, self._sizes = (
+      np.array(x, np.int64) for x in (starts, ends, lines, sizes)
+    )
 
   def __len__(self) -> int:
     return len(self._starts)
 
-  def __getitem__(self, index: int) -> bytes:
-    start, end = int(self._starts[index]), int(self._ends[index])
-    try:
-      with self._path.open('rb') as file:
-        file.seek(start)
-        return self._text(index, file.read(end - start))
-    except OSError as error:
-      raise _unreadable(self._path, error.strerror) from None
-
   def name(self, index: int) -> str:
-    return f'{self._path}:{int(self._lines[index])}'
+    return f'{self._path}:{self._lines[index]}'
 
   def size_bytes(self, index: int) -> int:
-    return len(self[index])
+    return int(self._sizes[index])
 
-  def _text(self, index: int, line: bytes) -> bytes:
-    """The text field of a line, encoded; raises ConfigError where the line has none."""
-    where = self.name(index)
+  def read(self, index: int, start: int, end: int) -> bytes:
+    line_start, line_end = int(self._starts[index]), int(self._ends[index])
     try:
-      record = json.loads(line.decode('utf-8'))
-    except UnicodeDecodeError as error:
-      raise ConfigError(f'{where}: not UTF-8 at byte {error.start} of the line; save it as UTF-8') from None
-    except (ValueError, RecursionError) as error:
-      reason = 'nested too deeply' if isinstance(error, RecursionError) else str(error)
-      raise ConfigError(f'{where}: not JSON ({reason}); correct or remove the line') from None
-    if not isinstance(record, dict):
-      raise ConfigError(
-        f'{where}: a JSON {type(record).__name__}, not an object; write {{"{self._text_field}": "..."}}'
-      )
-    if self._text_field not in record:
-      fields = ', '.join(map(repr, record)) or 'none'
-      raise ConfigError(
-        f'{where}: no field {self._text_field!r}; the fields are: {fields}. '
-        'Set DataConfig.text_field to the one that holds the text'
-      )
-    text = record[self._text_field]
-    if not isinstance(text, str):
-      raise ConfigError(
-        f'{where}: field {self._text_field!r} is of type {type(text).__name__}, not a string; correct the '
-        'line or set DataConfig.text_field to the field that holds the text'
-      )
+      with self._path.open('rb') as file:
+        file.seek(line_start)
+        line = file.read(line_end - line_start)
+    except OSError as error:
+      raise _unreadable(self._path, error.strerror) from None
     try:
-      return text.encode('utf-8')
-    except UnicodeEncodeError as error:
-      raise ConfigError(
-        f'{where}: field {self._text_field!r} has half a surrogate pair at character {error.start}, which '
-        'no UTF-8 text can hold; correct or remove the line'
-      ) from None
+      text = _text(self.name(index), line, self._text_field)
+    except ConfigError:  # it was fine before
+      raise changed(self.name(index)) from None
+    if len(text) != self._sizes[index]:
+      raise changed(self.name(index))
+    return text[start:end]
+
+
+def changed(name: str) -> ConfigError:
+  """The error for a document that is not as long as when it was indexed."""
+  return ConfigError(
+    f'{name}: changed while the run was on; restore it and resume, or start a new run with what it is now'
+  )
 
 
 def open_source(config: DataConfig) -> Source:
@@ -167,7 +148,8 @@ def open_source(config: DataConfig) -> Source:
   - `stdlib`: the .py files of the running Python's standard library, without tests and installed packages.
 
   Raises:
-    ConfigError: the source does not exist, is of no known kind, cannot be read or has no documents.
+    ConfigError: the source does not exist, is of no known kind, cannot be read or has no documents, or a
+      `.jsonl` line is no document.
   """
   if config.source == STDLIB:
     root = Path(sysconfig.get_paths()['stdlib'])
@@ -189,26 +171,36 @@ def open_source(config: DataConfig) -> Source:
   return source
 
 
-def describe(source: Source, config: DataConfig) -> dict[str, int]:
-  """Returns what a summary shows of a source. It reads no folder's files, but every line of a `.jsonl`.
-
-  Returns:
-    `documents`, `empty_documents`, `long_documents` (those above `max_document_tokens`), `total_bytes`,
-    and of the documents' lengths `min_bytes`, `median_bytes`, `p99_bytes` and `max_bytes`. A byte is a
-    token.
-  """
-  sizes = np.array([source.size_bytes(i) for i in range(len(source))], np.int64)
-  low, median, p99, high = np.percentile(sizes, [0, 50, 99, 100], method='nearest')
-  return {
-    'documents': len(sizes),
-    'empty_documents': int((sizes == 0).sum()),
-    'long_documents': int((sizes > config.max_document_tokens).sum()),
-    'total_bytes': int(sizes.sum()),
-    'min_bytes': int(low),
-    'median_bytes': int(median),
-    'p99_bytes': int(p99),
-    'max_bytes': int(high),
-  }
+def _text(where: str, line: bytes, field: str) -> bytes:
+  """The text field of a `.jsonl` line, encoded; raises ConfigError where the line has none."""
+  try:
+    record = json.loads(line.decode('utf-8'))
+  except UnicodeDecodeError as error:
+    raise ConfigError(f'{where}: not UTF-8 at byte {error.start} of the line; save it as UTF-8') from None
+  except (ValueError, RecursionError) as error:
+    reason = 'nested too deeply' if isinstance(error, RecursionError) else str(error)
+    raise ConfigError(f'{where}: not JSON ({reason}); correct or remove the line') from None
+  if not isinstance(record, dict):
+    raise ConfigError(f'{where}: a JSON {type(record).__name__}, not an object; write {{"{field}": "..."}}')
+  if field not in record:
+    fields = ', '.join(map(repr, record)) or 'none'
+    raise ConfigError(
+      f'{where}: no field {field!r}; the fields are: {fields}. '
+      'Set DataConfig.text_field to the one that holds the text'
+    )
+  text = record[field]
+  if not isinstance(text, str):
+    raise ConfigError(
+      f'{where}: field {field!r} is of type {type(text).__name__}, not a string; correct the line or set '
+      'DataConfig.text_field to the field that holds the text'
+    )
+  try:
+    return text.encode('utf-8')
+  except UnicodeEncodeError as error:
+    raise ConfigError(
+      f'{where}: field {field!r} has half a surrogate pair at character {error.start}, which no UTF-8 text '
+      'can hold; correct or remove the line'
+    ) from None
 
 
 def _glob(root: Path, pattern: str) -> list[Path]:
@@ -239,7 +231,7 @@ def _parents(path: Path, root: Path) -> tuple[str, ...]:
   return path.relative_to(root).parts[:-1]
 
 
-def _unreadable(path: Path, reason: str | None) -> ConfigError:
+def _unreadable(path: str | Path, reason: str | None) -> ConfigError:
   return ConfigError(
     f'{path}: cannot read it ({reason}); make it readable or take it out of DataConfig.source'
   )

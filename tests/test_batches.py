@@ -1,0 +1,333 @@
+"""Documents to an index of samples, samples to batches, and resuming."""
+
+import collections
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from repack_jax.config import ConfigError, DataConfig
+from repack_jax.data import index as index_module
+from repack_jax.data.batches import Batcher
+from repack_jax.data.index import index_samples
+from repack_jax.data.prefetch import Prefetcher
+from repack_jax.data.samples import NO_TARGET, make_sample, tokenize_bytes
+from repack_jax.data.sources import Source
+
+
+class ListSource(Source):
+  """Documents from memory."""
+
+  def __init__(self, documents):
+    self.documents = [bytes(document) for document in documents]
+
+  def __len__(self):
+    return len(self.documents)
+
+  def name(self, index):
+    return f'document {index}'
+
+  def size_bytes(self, index):
+    return len(self.documents[index])
+
+  def read(self, index, start, end):
+    return self.documents[index][start:end]
+
+
+def random_source(seed=0, documents=23, max_tokens=200):
+  rng = np.random.default_rng(seed)
+  lengths = rng.integers(0, max_tokens, documents)
+  return ListSource(rng.integers(0, 256, n, dtype=np.uint8) for n in lengths)
+
+
+def config(**changes):
+  defaults = {'batch_tokens': 150, 'max_document_tokens': 64}
+  return DataConfig(**(defaults | changes))
+
+
+def batches(n, data_config, source, state=None):
+  return list(itertools.islice(Batcher(data_config, source, state), n))
+
+
+def samples(n, data_config, source, state=None):
+  """The first n samples."""
+  found = (sample for batch in Batcher(data_config, source, state) for sample in batch.samples)
+  return list(itertools.islice(found, n))
+
+
+def names(many):
+  return [(sample.document, sample.offset, len(sample)) for sample in many]
+
+
+def ids(many):
+  return [names(batch.samples) for batch in many]
+
+
+def message_of(function, *arguments):
+  with pytest.raises(ConfigError) as caught:
+    function(*arguments)
+  message = str(caught.value)
+  assert '\n' not in message
+  return message
+
+
+# --- documents to samples ---
+
+
+def test_targets_are_those_of_the_whole_document():
+  def made(n, **changes):
+    found = samples(n, config(**changes), ListSource([range(1, 9)]))
+    return [(s.offset, s.tokens.tolist(), s.targets.tolist()) for s in sorted(found, key=lambda s: s.offset)]
+
+  assert made(1) == [(0, [1, 2, 3, 4, 5, 6, 7, 8], [2, 3, 4, 5, 6, 7, 8, NO_TARGET])]
+  assert made(2, max_document_tokens=4) == [
+    (0, [1, 2, 3, 4], [2, 3, 4, 5]), (4, [5, 6, 7, 8], [6, 7, 8, NO_TARGET])
+  ]  # fmt: skip
+  assert made(3, max_document_tokens=3) == [
+    (0, [1, 2, 3], [2, 3, 4]), (3, [4, 5, 6], [5, 6, 7]), (6, [7, 8], [8, NO_TARGET])
+  ]  # fmt: skip
+  assert made(1, max_document_tokens=4, long_documents='truncate') == [(0, [1, 2, 3, 4], [2, 3, 4, 5])]
+
+
+def test_one_token_document_has_no_target():
+  sample = make_sample(0, 0, 1, b'a')
+  assert (sample.tokens.tolist(), sample.targets.tolist()) == ([97], [NO_TARGET])
+  assert sample.tokens.dtype == sample.targets.dtype == np.int32
+  assert not sample.tokens.flags.writeable and not sample.targets.flags.writeable
+
+
+def test_tokens_are_bytes():
+  tokens = tokenize_bytes(bytes(range(256)))
+  assert tokens.dtype == np.int32 and tokens.tolist() == list(range(256))
+
+
+@pytest.mark.parametrize(
+  ('policy', 'expected', 'counts'),
+  [
+    ('split', [(0, 0, 3), (1, 0, 64), (1, 64, 64), (1, 128, 2)], {'split_documents': 1, 'epoch_tokens': 133}),
+    ('truncate', [(0, 0, 3), (1, 0, 64)], {'truncated_documents': 1, 'epoch_tokens': 67, 'lost_tokens': 66}),
+    ('drop', [(0, 0, 3)],
+     {'dropped_documents': 1, 'used_documents': 1, 'epoch_tokens': 3, 'lost_tokens': 130}),
+  ],
+)  # fmt: skip
+def test_long_document_policies(policy, expected, counts):
+  """The input of a fault seen elsewhere: lengths 3 and 130 with a limit of 64; and an empty document."""
+  source = ListSource([b'abc', b'x' * 130, b''])
+  data_config = config(long_documents=policy, batch_tokens=64)
+  index = index_samples(source, data_config)
+  rows = (index.document, index.offset, index.length)
+  assert list(zip(*(row.tolist() for row in rows), strict=True)) == expected
+  assert index.document_tokens.tolist() == [3, 130, 0]
+  assert index.counts == {
+    'documents': 3, 'used_documents': 2, 'split_documents': 0, 'truncated_documents': 0,
+    'dropped_documents': 0, 'empty_documents': 1, 'samples': len(expected), 'lost_tokens': 0,
+  } | counts  # fmt: skip
+  assert all(type(value) is int for value in index.counts.values())
+  assert sorted(names(samples(len(expected), data_config, source))) == expected
+
+
+def test_lengths_around_the_limit():
+  index = index_samples(ListSource([b'x' * n for n in (63, 64, 65, 128, 129, 1)]), config())
+  assert index.document.tolist() == [0, 1, 2, 2, 3, 3, 4, 4, 4, 5]
+  assert index.offset.tolist() == [0, 0, 0, 64, 0, 64, 0, 64, 128, 0]
+  assert index.length.tolist() == [63, 64, 64, 1, 64, 64, 64, 64, 1, 1]
+
+
+def test_error_policy_names_the_longest_document():
+  source = ListSource([b'abc', b'x' * 65, b'x' * 130])
+  message = message_of(Batcher, config(long_documents='error'), source)
+  assert message.startswith(
+    'document 2: 130 tokens, more than DataConfig.max_document_tokens = 64, and the longest of 2 such '
+    'documents; raise that, or set'
+  )
+  fits = config(long_documents='error', max_document_tokens=130)
+  assert len(index_samples(source, fits)) == 3
+
+
+def test_no_usable_document_is_an_error_and_not_an_endless_loop():
+  message = message_of(Batcher, config(long_documents='drop'), ListSource([b'', b'x' * 65, b'']))
+  assert 'none of its 3 documents can be used' in message and "'split'" in message
+
+
+def test_describe():
+  index = index_samples(ListSource([b'x' * n for n in (0, 5, 70, 10, 100)]), config())
+  assert index.describe() == index.counts | {
+    'total_bytes': 185, 'min_bytes': 0, 'median_bytes': 10, 'p99_bytes': 100, 'max_bytes': 100,
+  }  # fmt: skip
+  assert all(type(value) is int for value in index.describe().values())
+
+
+# --- batches ---
+
+
+@pytest.mark.parametrize('policy', ['split', 'truncate', 'drop'])
+@pytest.mark.parametrize('seed', [0, 1])
+def test_every_token_once_an_epoch(policy, seed):
+  source, data_config = random_source(seed), config(long_documents=policy, seed=seed)
+  counts = index_samples(source, data_config).counts
+  found = samples(3 * counts['samples'], data_config, source)
+  for epoch in range(3):
+    seen = [np.zeros(len(document), int) for document in source.documents]
+    for sample in found[epoch * counts['samples'] : (epoch + 1) * counts['samples']]:
+      document = tokenize_bytes(source.documents[sample.document])
+      span = slice(sample.offset, sample.offset + len(sample))
+      np.testing.assert_array_equal(sample.tokens, document[span])
+      np.testing.assert_array_equal(sample.targets, np.append(document[1:], NO_TARGET)[span])
+      seen[sample.document][span] += 1
+    for times in seen:
+      kept = {'split': len(times), 'truncate': 64, 'drop': len(times) if len(times) <= 64 else 0}[policy]
+      assert (times[:kept] == 1).all() and not times[kept:].any()
+    assert sum(times.sum() for times in seen) == counts['epoch_tokens']
+    assert sum(len(times) for times in seen) == counts['epoch_tokens'] + counts['lost_tokens']
+
+
+def test_each_epoch_has_an_order_of_its_own():
+  source = ListSource([b'a'] * 20 + [b'a' * (20 * 64)])
+  found = names(samples(120, config(), source))
+  epochs = [found[:40], found[40:80], found[80:]]
+  assert all(set(epoch) == set(epochs[0]) and len(set(epoch)) == 40 for epoch in epochs)
+  assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+  assert names(samples(40, config(seed=1), source)) not in epochs
+  samples(1, config(seed=2**70), source)
+
+
+def test_pieces_of_a_document_are_spread_over_the_epoch():
+  """A long document once filled as many batches in a row as it had pieces."""
+  source = ListSource([b'x' * (64 * 100)] + [b'y' * 64] * 900)
+  first = samples(1000, config(batch_tokens=64 * 10), source)
+  places = np.flatnonzero([sample.document == 0 for sample in first])
+  assert len(places) == 100
+  assert max(collections.Counter(places // 100).values()) <= 25 and min(np.bincount(places // 100)) >= 2
+  assert [first[place].offset for place in places] != [64 * i for i in range(100)]
+
+
+def test_batches_fill_up_in_order_and_run_over_the_end_of_an_epoch():
+  source = ListSource([b'a' * n for n in (60, 50, 40, 30, 20, 10)])
+  many = batches(40, config(), source)
+  assert [batch.index for batch in many] == list(range(40))
+  for batch, following in itertools.pairwise(many):
+    assert batch.num_tokens <= 150 < batch.num_tokens + len(following.samples[0])
+  documents = [sample.document for batch in many for sample in batch.samples]
+  position = tokens = 0
+  for batch in many:
+    assert batch.epoch == position // 6
+    position, tokens = position + len(batch.samples), tokens + batch.num_tokens
+    assert (batch.state_after['position'], batch.state_after['tokens']) == (position, tokens)
+  for start in range(0, len(documents) - 6, 6):
+    assert sorted(documents[start : start + 6]) == list(range(6))
+
+
+def test_exactly_full_batch():
+  assert ids(batches(2, config(batch_tokens=64), ListSource([b'a' * 64]))) == [[(0, 0, 64)]] * 2
+
+
+def test_batches_are_the_same_every_time():
+  one, two = (ids(batches(50, config(seed=3), random_source())) for _ in range(2))
+  assert one == two
+
+
+def test_order_is_pinned():
+  """The order of a seed is part of what a checkpoint relies on: a change here breaks resuming."""
+  order = [sample.document for sample in samples(10, config(seed=7), ListSource([b'a'] * 5))]
+  assert order == [3, 4, 2, 1, 0, 2, 0, 4, 3, 1]
+
+
+@pytest.mark.parametrize('change', [b'', b'a' * 129, b'a' * 131])
+def test_document_that_changes_after_indexing(change):
+  source = ListSource([b'abc', b'x' * 130])
+  batcher = Batcher(config(batch_tokens=64), source)
+  source.documents[1] = change
+  with pytest.raises(ConfigError, match=r'document 1: changed while the run was on; restore it and resume'):
+    for _ in range(4):
+      next(batcher)
+  state = batcher.state()  # of the batches before
+  source.documents[1] = b'x' * 130
+  assert ids([next(batcher)]) == ids(batches(1, config(batch_tokens=64), source, state))
+
+
+# --- resume ---
+
+
+@pytest.mark.parametrize('policy', ['split', 'truncate', 'drop'])
+def test_resume_after_every_batch(policy):
+  source, data_config = random_source(), config(long_documents=policy)
+  straight = batches(60, data_config, source)
+  for batch, following in itertools.pairwise(straight):
+    # A checkpoint is JSON, so the state goes through it.
+    state = json.loads(json.dumps(batch.state_after))
+    (resumed,) = batches(1, data_config, source, state)
+    assert ids([resumed]) == ids([following])
+    assert resumed.index == following.index and resumed.epoch == following.epoch
+    assert resumed.state_after == following.state_after
+  assert straight[-1].epoch >= 1
+
+
+def test_resume_twice_between_the_pieces_of_a_document():
+  source = ListSource([b'ab', bytes(range(200)) * 5, b'cd'])
+  data_config = config(batch_tokens=64)
+  straight = batches(40, data_config, source)
+  first = batches(4, data_config, source)
+  assert 0 < first[-1].state_after['position'] < len(index_samples(source, data_config))
+  second = batches(5, data_config, source, first[-1].state_after)
+  third = batches(31, data_config, source, second[-1].state_after)
+  assert ids(first + second + third) == ids(straight)
+  assert third[-1].state_after == straight[-1].state_after
+
+
+def test_state_of_a_batch_is_not_moved_by_running_ahead():
+  batcher = Batcher(config(), random_source())
+  batch = next(batcher)
+  before = dict(batch.state_after)
+  assert batcher.state() == before
+  next(batcher)
+  assert batch.state_after == before and batcher.state()['batches'] == 2
+
+
+def test_batches_through_prefetch_resume_where_the_consumer_stopped():
+  source = random_source()
+  straight = batches(12, config(), source)
+  with Prefetcher(Batcher(config(), source), lookahead=5) as prefetched:
+    consumed = [next(prefetched)[0] for _ in range(6)]
+  assert ids(consumed + batches(6, config(), source, consumed[-1].state_after)) == ids(straight)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'documents'),
+  [
+    ({}, [b'a' * 65, b'a' * 100, b'a']),  # one more
+    ({}, [b'a' * 64, b'a' * 101]),  # as many samples and tokens
+    ({'max_document_tokens': 60}, None),  # likewise
+    ({'max_document_tokens': 100}, None),
+    ({'long_documents': 'truncate'}, None),
+    ({'long_documents': 'drop', 'max_document_tokens': 70}, None),
+  ],
+)
+def test_states_of_other_samples(changes, documents):
+  state = batches(1, config(), ListSource([b'a' * 65, b'a' * 100]))[0].state_after
+  source = ListSource(documents or [b'a' * 65, b'a' * 100])
+  message = message_of(Batcher, config(**changes), source, state)
+  assert message.startswith("DataConfig.source = 'stdlib': its samples (")
+  assert '(4 of 165 tokens in all, checksum ' in message and message.endswith('or start a new run')
+
+
+def test_states_that_do_not_fit():
+  source = ListSource([b'a'] * 5)
+  state = batches(1, config(), source)[0].state_after
+  message = message_of(Batcher, config(seed=1), source, state)
+  assert message.startswith('DataConfig.seed = 1: the run to resume had 0')
+  for broken in ({}, state | {'position': -1}, state | {'tokens': 1.5}, state | {'more': 1}):
+    assert 'it is of another version or damaged' in message_of(Batcher, config(), source, broken)
+
+
+def test_imports_without_jax():
+  code = (
+    "import sys; sys.modules['jax'] = None; from repack_jax.data import batches, index, prefetch, sources;"
+    'from repack_jax.config import DataConfig as C; index.index_samples(sources.open_source(C()), C())'
+  )
+  root = Path(index_module.__file__).parents[2]
+  subprocess.run([sys.executable, '-c', code], check=True, env=os.environ | {'PYTHONPATH': str(root)})
