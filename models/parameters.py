@@ -11,12 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from repack_jax.mesh import ALL_AXES, NODE
 
-GATHERED = 'gathered'  # the name of what remat must drop, so that gathered weights don't pile up
 FLOAT32_NAMES = ('scale', 'router')  # small, and used in float32
 EXPERT_NAMES = ('expert_gate', 'expert_up', 'expert_down')  # first dimension: experts
 
@@ -62,10 +60,19 @@ def gather_parameters(shards: Tree, specs: Tree, dtype: jnp.dtype) -> Tree:
   def gather(path: tuple, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
     kind = jnp.dtype(jnp.float32) if leaf_name(path) in FLOAT32_NAMES else dtype
     found = _gathered_dimension(spec)
-    whole = shard.astype(kind) if found is None else _gather(shard, *found, kind)
-    return checkpoint_name(whole, GATHERED)
+    return shard.astype(kind) if found is None else _gather(shard, *found, kind)
 
   return jax.tree_util.tree_map_with_path(gather, shards, specs)
+
+
+def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+  """A policy of `jax.checkpoint`: gathered weights are gathered again, so that they don't pile up.
+
+  A policy by name would not do: the result of the gather itself, before it got its name, would be saved.
+  """
+  del primitive
+  body = params.get('call_jaxpr')  # of a custom_vjp, such as `_gather`
+  return body is None or all(eqn.primitive.name != 'all_gather' for eqn in body.eqns)
 
 
 def reduce_gradients(grads: Tree, specs: Tree) -> Tree:

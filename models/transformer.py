@@ -26,7 +26,7 @@ from models.context import StepContext
 from models.experts import Experts, ExpertStats
 from models.layers import GatedMLP, RMSNorm
 from models.loss import token_losses
-from models.parameters import EXPERT_NAMES, GATHERED, gather_parameters, leaf_name
+from models.parameters import EXPERT_NAMES, gather_parameters, leaf_name, save_all_but_gathered
 from repack_jax.arrays import PlanArrays
 from repack_jax.config import FULL, ModelConfig
 from repack_jax.mesh import parameter_spec
@@ -223,11 +223,9 @@ def _run_stack(
   ctx: StepContext,
 ) -> tuple[jax.Array, ExpertStats]:
   """Scans a stack over its repeats; stats come back with a leading axis of layers."""
-  policies = jax.checkpoint_policies
+  policy = save_all_but_gathered
   if ctx.model.remat == 'layer':
-    policy = policies.save_only_these_names(EXCHANGED)
-  else:
-    policy = policies.save_anything_except_these_names(GATHERED)
+    policy = jax.checkpoint_policies.save_only_these_names(EXCHANGED)
 
   def run_layer(run: int, x: jax.Array, xs: tuple[Tree, jax.Array]):
     shards, load = xs
