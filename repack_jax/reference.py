@@ -19,6 +19,17 @@ def _heads_of(index: int, size: int, num_heads: int) -> slice:
   return slice(head, head + 1)
 
 
+def _heads_to_peers(plan: Plan, kind: str, tensors: list[np.ndarray]) -> list[np.ndarray]:
+  """From each rank's [T, heads, D] to each rank's own heads of all its group's tokens, in stream order."""
+  received = []
+  layout = plan.layout(kind)
+  for rank in range(plan.num_ranks):
+    first, size = int(layout.first_rank[rank]), int(layout.size[rank])
+    heads = _heads_of(rank - first, size, tensors[0].shape[1])
+    received.append(np.concatenate([tensors[peer][:, heads] for peer in range(first, first + size)]))
+  return received
+
+
 def dispatch(
   plan: Plan, kind: str, q: list[np.ndarray], k: list[np.ndarray], v: list[np.ndarray]
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -26,16 +37,8 @@ def dispatch(
 
   Returns for each rank (q [T_group, H/P, D], k, v [T_group, max(1, K/P), D]), tokens in stream order.
   """
-  received = []
-  layout = plan.layout(kind)
-  for rank in range(plan.num_ranks):
-    first, size = int(layout.first_rank[rank]), int(layout.size[rank])
-    parts = []
-    for tensors in (q, k, v):
-      heads = _heads_of(rank - first, size, tensors[0].shape[1])
-      parts.append(np.concatenate([tensors[peer][:, heads] for peer in range(first, first + size)]))
-    received.append((parts[0], parts[1], parts[2]))
-  return received
+  parts = (_heads_to_peers(plan, kind, tensors) for tensors in (q, k, v))
+  return list(zip(*parts, strict=True))
 
 
 def combine(plan: Plan, kind: str, out: list[np.ndarray]) -> list[np.ndarray]:
@@ -52,13 +55,7 @@ def combine(plan: Plan, kind: str, out: list[np.ndarray]) -> list[np.ndarray]:
 
 def combine_gradient(plan: Plan, kind: str, grads: list[np.ndarray]) -> list[np.ndarray]:
   """Gradient of `combine`: from each rank's [T, H, D] to each rank's [T_group, H/P, D]."""
-  received = []
-  layout = plan.layout(kind)
-  for rank in range(plan.num_ranks):
-    first, size = int(layout.first_rank[rank]), int(layout.size[rank])
-    heads = _heads_of(rank - first, size, grads[0].shape[1])
-    received.append(np.concatenate([grads[peer][:, heads] for peer in range(first, first + size)]))
-  return received
+  return _heads_to_peers(plan, kind, grads)
 
 
 def dispatch_gradient(
