@@ -1,10 +1,12 @@
 """32 emulated CPU devices for the whole suite, fixed before JAX starts; too few is an error, never a skip."""
 
+import gc
 import os
 import pathlib
 import sys
 
 NUM_DEVICES = 32
+MOST_MEMORY_MAPS = 25_000
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 os.environ['JAX_PLATFORMS'] = 'cpu'
@@ -12,6 +14,7 @@ os.environ['JAX_PLATFORMS'] = 'cpu'
 os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0'
 
 import jax  # noqa: E402
+import pytest  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -23,3 +26,13 @@ jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.5)
 
 def pytest_sessionstart(session):
   assert len(jax.devices()) == NUM_DEVICES, 'the suite needs 32 emulated CPU devices'
+
+
+@pytest.fixture(autouse=True)
+def _drop_compiled_programs():
+  """Compiled programs take thousands of memory maps each; at the kernel's limit, 65,530, XLA crashes."""
+  yield
+  maps = pathlib.Path('/proc/self/maps')
+  if maps.exists() and maps.read_bytes().count(b'\n') > MOST_MEMORY_MAPS:
+    jax.clear_caches()
+    gc.collect()
