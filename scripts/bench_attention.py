@@ -22,6 +22,7 @@ import numpy as np
 
 from repack_jax.attention import attention
 from repack_jax.attention.reference import visible
+from repack_jax.config import ModelConfig
 
 # Documents of a web corpus by length in tokens: (lowest, highest, how many).
 WEB_LENGTHS = (
@@ -121,7 +122,7 @@ def bench_case(
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = bench_common.parser(__doc__)
   parser.add_argument(
     '--lengths', type=int, nargs='+', default=[2048, 8192, 32768], metavar='T', help='tokens in a pack'
   )
@@ -134,8 +135,10 @@ def main() -> None:
   parser.add_argument('--rounds', type=int, default=5, help='at most this many timed rounds a case (5)')
   parser.add_argument('--budget-s', type=float, default=40, help='start no round of a case after this (40)')
   parser.add_argument('--dense-limit-gib', type=float, default=4, help='skip dense ones that need more (4)')
-  parser.add_argument('--json', type=pathlib.Path, metavar='FILE', help='also write the results here')
   args = parser.parse_args()
+  ModelConfig(
+    num_heads=args.heads, num_kv_heads=args.kv_heads, head_dim=args.head_dim, window_tokens=args.window
+  )  # raises what a user should know of these
   rows = [
     bench_case(args, tokens, pack, window, backward)
     for tokens in args.lengths
@@ -147,4 +150,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  bench_common.run(main)

@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pathlib
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
+
+from repack_jax.config import ConfigError
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+  """A parser that describes a script by its docstring and knows `--json`."""
+  made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+  made.add_argument('--json', type=_output_file, metavar='FILE', help='also write the results here')
+  return made
+
+
+def _output_file(name: str) -> pathlib.Path:
+  """A file that can be written, found out before anything is measured."""
+  path = pathlib.Path(name)
+  if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    raise argparse.ArgumentTypeError(f'{name}: cannot be written; name a file in a folder that exists')
+  return path
+
+
+def run(main: Callable[[], None]) -> None:
+  """Runs a script; a user's mistake is one line and exit code 2."""
+  try:
+    main()
+  except ConfigError as error:
+    print(f'error: {error}', file=sys.stderr)
+    sys.exit(2)
 
 
 def machine() -> dict[str, object]:

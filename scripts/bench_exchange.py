@@ -9,7 +9,6 @@ the bytes of the heads, without padding or degrees: what an exchange could cost 
 
 from __future__ import annotations
 
-import argparse
 import pathlib
 import sys
 
@@ -22,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from repack_jax import arrays, collectives, mesh
-from repack_jax.config import FULL, ClusterConfig
+from repack_jax.config import FULL, ClusterConfig, ModelConfig
 from repack_jax.plan import DOMAIN, LOCAL, Group, Plan
 
 
@@ -93,7 +92,7 @@ def programs(ex: collectives.Exchange, device_mesh: jax.sharding.Mesh, route: ar
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = bench_common.parser(__doc__)
   parser.add_argument('--nodes', type=int, default=2, help='emulated nodes (2)')
   parser.add_argument('--ranks-per-node', type=int, default=8, help='ranks of each (8)')
   parser.add_argument('--tokens', type=int, default=1024, help='token slots of a rank (1024)')
@@ -101,15 +100,15 @@ def main() -> None:
   parser.add_argument('--kv-heads', type=int, default=4, help='key/value heads (4)')
   parser.add_argument('--head-dim', type=int, default=64, help='head width (64)')
   parser.add_argument('--rounds', type=int, default=15, help='timed rounds of a case (15)')
-  parser.add_argument('--json', type=pathlib.Path, metavar='FILE', help='also write the results here')
   args = parser.parse_args()
   cluster = ClusterConfig(nodes=args.nodes, ranks_per_node=args.ranks_per_node, platform='cpu')
+  model = ModelConfig(num_heads=args.heads, num_kv_heads=args.kv_heads, head_dim=args.head_dim)
   mesh.start_devices(cluster)
   device_mesh = mesh.make_mesh(cluster)
   rows = []
   for scope in (LOCAL, DOMAIN):
     size = cluster.ranks_per_node if scope == LOCAL else cluster.domain_ranks
-    degrees = tuple(p for p in (1, 2, 4, 8, 16, 32) if p <= size and args.heads % p == 0)
+    degrees = tuple(p for p in model.sp_degrees if p <= size)
     heads = (args.heads, args.kv_heads, args.head_dim)
     ex = collectives.Exchange(
       mesh.scope_axes(scope), size, degrees, args.tokens, *heads,
@@ -134,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  bench_common.run(main)

@@ -12,7 +12,6 @@ between nodes would add: for that see the byte counts.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import pathlib
 import sys
@@ -139,14 +138,13 @@ def one_rank_rows(run: RunConfig, batch, rounds: int) -> list[dict[str, object]]
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+  parser = bench_common.parser(__doc__)
   parser.add_argument('--config', default='configs/tiny_cpu.gin', help='a gin file (configs/tiny_cpu.gin)')
   parser.add_argument(
     '--set', action='append', default=[], metavar='CLASS.FIELD=VALUE', help='as in train.py'
   )
   parser.add_argument('--batches', type=int, default=2, help='batches in a round (2)')
   parser.add_argument('--rounds', type=int, default=7, help='timed rounds of a case (7)')
-  parser.add_argument('--json', type=pathlib.Path, metavar='FILE', help='also write the results here')
   args = parser.parse_args()
   run = load([args.config], args.set)
   mesh.start_devices(run.cluster)
@@ -160,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  main()
+  bench_common.run(main)

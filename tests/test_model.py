@@ -19,6 +19,7 @@ from model_runs import (
   sums_of_plan,
   without_targets,
 )
+from ragged import emulated_ragged_all_to_all
 
 from models.experts import block_rows
 from models.loss import token_losses
@@ -132,6 +133,17 @@ def test_attention_implementations_agree(one_rank):
   run = run_config(8, attention='reference')
   batch = samples(LENGTHS['giant and short'])
   assert_same(sums_of_batch(run, batch), one_rank['giant and short'])
+
+
+def test_ragged_exchange_agrees(monkeypatch, one_rank):
+  """The whole model on the emulated operation, experts spread by it too."""
+  monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
+  monkeypatch.setattr('models.context.choose_implementation', lambda name, platform: 'ragged')
+  run = run_config(4, exchange='ragged')
+  assert program(run).contexts.implementation == 'ragged'
+  for name in ('giant and short', 'nearly empty'):
+    (plan,) = solve(LENGTHS[name], run.cluster, run.model, run.planner)
+    assert_same(sums_of_plan(run, plan, samples(LENGTHS[name])), one_rank[name])
 
 
 def test_remat_changes_nothing(one_rank):
