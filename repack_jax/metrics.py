@@ -100,11 +100,17 @@ def _read(path: Path) -> list[Record]:
   return records
 
 
+def _mean_loss(records: Sequence[Record]) -> float:
+  """Over target tokens, not over steps: a mean of means would favour short batches."""
+  targets = sum(record['target_tokens'] for record in records)
+  return sum(record['loss'] * record['target_tokens'] for record in records) / max(1, targets)
+
+
 def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
   """The run in a few lines, for people; `data_counts` are the `SampleIndex.counts` of its data."""
   if not records:
     return 'no steps were run'
-  last = records[-1]
+  last, tail = records[-1], records[-10:]
   children: Counter[str] = sum((Counter(record['children']) for record in records), Counter())
   sent = sum(record['cross_node_bytes'] for record in records)
   disabled = sum(record['cross_node_bytes_disabled'] for record in records)
@@ -117,7 +123,11 @@ def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
     f'{data_counts[f"{fate}_documents"]} {fate}' for fate in ('split', 'dropped', 'truncated', 'empty')
   )
   rows = [
-    ('final loss', f'{last["loss"]:.4f} (first {records[0]["loss"]:.4f}) after {last["step"]} steps'),
+    (
+      'final loss',
+      f'{_mean_loss(tail):.4f} over the last {len(tail)} of {last["step"]} steps (first '
+      f'{records[0]["loss"]:.4f})',
+    ),
     ('tokens trained', f'{tokens:,} ({epochs:.2f} epochs)'),
     ('documents', f'{data_counts["documents"]:,} in the source: {fates}'),
     ('expert assignments', f'{dropped} dropped'),

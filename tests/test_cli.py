@@ -227,7 +227,8 @@ def test_default_config_is_loadable_and_resolves():
 
 def record(step: int, **values: object) -> dict:
   return {
-    'step': step, 'loss': 5.0 - step, 'tokens': 1000, 'children': {'8': 1, '2': 3}, 'cross_node_bytes': 60,
+    'step': step, 'loss': 5.0 - step, 'tokens': 1000, 'target_tokens': 100 * step,
+    'children': {'8': 1, '2': 3}, 'cross_node_bytes': 60,
     'cross_node_bytes_disabled': 80, 'dropped_assignments': 0, 'compiles': 2, 'widest_parent': 16,
   } | values  # fmt: skip
 
@@ -252,7 +253,7 @@ def test_summary_by_hand():
   counts = fates | {'documents': 12345, 'epoch_tokens': 1600}
   records = [record(1), record(2, children={'1': 4}, widest_parent=32, dropped_assignments=7)]
   assert summary(records, counts).splitlines() == [
-    '  final loss          3.0000 (first 4.0000) after 2 steps',
+    '  final loss          3.3333 over the last 2 of 2 steps (first 4.0000)',
     '  tokens trained      2,000 (1.25 epochs)',
     '  documents           12,345 in the source: 2 split, 3 dropped, 4 truncated, 5 empty',
     '  expert assignments  7 dropped',
