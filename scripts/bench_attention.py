@@ -91,6 +91,9 @@ def bench_case(
   args: argparse.Namespace, tokens: int, pack: str, window: int | None, backward: bool
 ) -> dict[str, object]:
   """All candidates on one pack: a row of the table."""
+  bench_common.progress(
+    f'{tokens} tokens, {pack}, window {window}, {"both passes" if backward else "forward"}'
+  )
   one = np.zeros(tokens, np.int32)
   segments = one if pack == 'one' else mixed_segments(tokens, args.seed)
   rng = np.random.default_rng(args.seed)

@@ -79,6 +79,11 @@ def measure(programs: Mapping[str, Callable[[], object]], rounds: int, budget_s:
   return {name: statistics.median(values) for name, values in times_s.items()}
 
 
+def progress(text: str) -> None:
+  """A word to whoever waits for the table."""
+  print(f'... {text}', file=sys.stderr, flush=True)
+
+
 def report(title: str, rows: Sequence[Mapping[str, object]], json_file: pathlib.Path | None) -> None:
   """Prints the machine and a table with a row a case; writes both as JSON where a file is given."""
   about = machine()

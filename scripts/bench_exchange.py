@@ -116,6 +116,7 @@ def main() -> None:
     )  # fmt: skip
     plan = equal_plan(cluster, degrees[-1], args.tokens, 0.9)
     route = arrays.route_arrays(plan, FULL, ex.widest)
+    bench_common.progress(f'{scope} scope')
     for site, candidates in programs(ex, device_mesh, route, degrees[-1]).items():
       seconds = bench_common.measure(candidates, args.rounds, budget_s=30)
       rows.append(

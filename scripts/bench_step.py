@@ -70,6 +70,7 @@ def mode_rows(run: RunConfig, batches: list, rounds: int) -> list[dict[str, obje
     return steps, prepared
 
   for mode in MODES:
+    bench_common.progress(f'mode {mode}')
     runs[mode], prepared = make(mode)
     begun, traces = time.perf_counter(), step.traces['accumulate']
     jax.block_until_ready(runs[mode]())
@@ -96,6 +97,7 @@ def mode_rows(run: RunConfig, batches: list, rounds: int) -> list[dict[str, obje
 
 def one_rank_rows(run: RunConfig, batch, rounds: int) -> list[dict[str, object]]:
   """One rank's forward and backward pass against the same model without plans, exchange and shard_map."""
+  bench_common.progress('one rank')
   cluster = dataclasses.replace(run.cluster, nodes=1, ranks_per_node=1)
   planner = dataclasses.replace(run.planner, capacity_tokens=run.data.batch_tokens)
   model = dataclasses.replace(run.model, remat='none')  # remat's names are those of the exchange
