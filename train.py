@@ -141,6 +141,7 @@ def _train_steps(
   sums = program.zero_sums()
   planned_steps = Prefetcher(setup.planned_steps(data_state), setup.run.planner.lookahead_steps)
   with planned_steps, tqdm(total=train.steps, initial=done, unit='step', dynamic_ncols=True) as bar:
+    bar.set_postfix_str('compiling the first step')
     try:
       while done < train.steps and not stop:
         planned, wait_s = next(planned_steps)

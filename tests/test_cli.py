@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 import train
@@ -16,13 +15,9 @@ from repack_jax.checkpoint import Checkpoints
 from repack_jax.config import RunConfig
 from repack_jax.data.sources import JsonlSource
 from repack_jax.gin_files import load, resolved
-from repack_jax.metrics import MetricsFile, summary
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = str(ROOT / 'tests' / 'mini.gin')
-
-# The tests change the working directory, which must not move the suite's compilation cache.
-jax.config.update('jax_compilation_cache_dir', str(Path(jax.config.jax_compilation_cache_dir).resolve()))
 
 
 @pytest.fixture(autouse=True)
@@ -223,43 +218,3 @@ def test_dry_run_shows_all_and_writes_nothing(capsys):
 def test_default_config_is_loadable_and_resolves():
   assert load([str(ROOT / 'configs' / 'tiny_cpu.gin')], []).cluster.num_ranks == 16
   assert load([], []) == RunConfig()
-
-
-def record(step: int, **values: object) -> dict:
-  return {
-    'step': step, 'loss': 5.0 - step, 'tokens': 1000, 'target_tokens': 100 * step,
-    'children': {'8': 1, '2': 3}, 'cross_node_bytes': 60,
-    'cross_node_bytes_disabled': 80, 'dropped_assignments': 0, 'compiles': 2, 'widest_parent': 16,
-  } | values  # fmt: skip
-
-
-def test_metrics_file_keeps_the_steps_of_the_checkpoint():
-  path = Path('metrics.jsonl')
-  written = MetricsFile(path, keep_steps=0)
-  for step in (1, 2, 3):
-    written.write(record(step))
-  written.close()
-  with path.open('a') as file:
-    file.write('{"step": 4, "lo')  # a kill in the middle of a write
-  again = MetricsFile(path, keep_steps=2)
-  assert [r['step'] for r in again.records] == [1, 2]
-  again.write(record(3, loss=0.5))
-  again.close()
-  assert json_lines(path) == [record(1), record(2), record(3, loss=0.5)]
-
-
-def test_summary_by_hand():
-  fates = {'split_documents': 2, 'dropped_documents': 3, 'truncated_documents': 4, 'empty_documents': 5}
-  counts = fates | {'documents': 12345, 'epoch_tokens': 1600}
-  records = [record(1), record(2, children={'1': 4}, widest_parent=32, dropped_assignments=7)]
-  assert summary(records, counts).splitlines() == [
-    '  final loss          3.3333 over the last 2 of 2 steps (first 4.0000)',
-    '  tokens trained      2,000 (1.25 epochs)',
-    '  documents           12,345 in the source: 2 split, 3 dropped, 4 truncated, 5 empty',
-    '  expert assignments  7 dropped',
-    '  compiles            2 of the forward and backward program',
-    '  widest parent       SP32',
-    '  children            SP1: 4, SP2: 3, SP8: 1',
-    '  crossed nodes       120 bytes; 160 with repacking disabled (25.0% fewer)',
-  ]
-  assert summary([], {}) == 'no steps were run'
