@@ -184,7 +184,7 @@ def test_resume_twice_is_exact_and_other_meshes_lose_nothing(runs, straight):
   for steps, mesh in meshes.items():
     moved = runs.start(runs.arguments('moved', f'TrainConfig.steps={steps}', *mesh))
     resumed = runs.run('stopped', f'TrainConfig.steps={steps}')
-    assert f'after step {steps - 5}' in resumed.err and f'after {steps} steps' in resumed.out
+    assert f'after step {steps - 5}' in resumed.err and f'of {steps} steps' in resumed.out
     finish(moved)
   assert runs.losses('stopped') == runs.losses('straight')
   np.testing.assert_allclose(runs.losses('moved'), runs.losses('straight'), rtol=1e-4)
@@ -219,7 +219,7 @@ def test_signals_save_and_exit(runs, straight):
     stopped = finish(started[names], code)
     name, *second = names.split()
     assert f'{name}: saving after the step that runs' in stopped.err
-    assert second or (f'stopped by {name}, saved' in stopped.out and 'after 4 steps' in stopped.out)
+    assert second or (f'stopped by {name}, saved' in stopped.out and 'of 4 steps' in stopped.out)
     assert runs.checkpoints(names) == {'4'}
   runs.run('SIGTERM')
   assert runs.losses('SIGTERM') == runs.losses('straight')
