@@ -110,8 +110,9 @@ def train(run: RunConfig, workdir: Path) -> int:
     setup = Setup(run)
     _claim_workdir(run, workdir)
     with contextlib.closing(Checkpoints(workdir, run.train.keep_checkpoints)) as checkpoints:
-      state, data_state, done = setup.step.init_state(), None, 0
-      if checkpoints.latest_step is not None:
+      if checkpoints.latest_step is None:
+        state, data_state, done = setup.step.init_state(), None, 0
+      else:
         state, data_state = checkpoints.restore(setup.step.state_shapes())
         done = int(state.step)
         log.info('resuming %s after step %d', workdir, done)

@@ -61,6 +61,8 @@ class Contexts:
     platform = mesh.devices.flat[0].platform
     self.implementation = choose_implementation(run.train.exchange, platform)
     self.attention = get_attention(run.train.attention)
+    spread = run.model.expert_placement == 'spread'
+    self.expert_ranks = mesh.shape[LOCAL_AXIS] if spread else 1
 
   def exchange(self, scope: str) -> Exchange:
     run, model, mesh = self._run, self._run.model, self._mesh
@@ -79,10 +81,9 @@ class Contexts:
     )
 
   def context(self, full_scope: str, sparse_scope: str) -> StepContext:
-    spread = self._run.model.expert_placement == 'spread'
     return StepContext(
       model=self._run.model,
       exchange={FULL: self.exchange(full_scope), SPARSE: self.exchange(sparse_scope)},
       attention=self.attention,
-      expert_ranks=self._mesh.shape[LOCAL_AXIS] if spread else 1,
+      expert_ranks=self.expert_ranks,
     )

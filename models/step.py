@@ -22,7 +22,7 @@ from models.parameters import leaf_name, reduce_gradients
 from models.transformer import LossSums, init_parameters, loss_sums, parameter_specs
 from repack_jax.arrays import PlanArrays
 from repack_jax.config import FULL, SPARSE, OptimizerConfig, RunConfig
-from repack_jax.mesh import ALL_AXES, LOCAL_AXIS, RANK_BLOCKS, REPLICATED, sharding
+from repack_jax.mesh import ALL_AXES, RANK_BLOCKS, REPLICATED, sharding
 from repack_jax.plan import Plan
 
 Tree = Any
@@ -52,11 +52,11 @@ class Sums(NamedTuple):
 
 
 class StepMetrics(NamedTuple):
-  """Of one step: means over its target tokens, and counts.
+  """Of one step: means over its target tokens, and a count.
 
   Attributes:
     loss: cross entropy in nats. balance, router_z: the auxiliary losses, not weighted.
-    expert_counts: int32 [N, E]. dropped: assignments without room at their expert.
+    dropped: assignments without room at their expert.
   """
 
   loss: jax.Array
@@ -64,7 +64,6 @@ class StepMetrics(NamedTuple):
   router_z: jax.Array
   grad_norm: jax.Array
   learning_rate: jax.Array
-  expert_counts: jax.Array
   dropped: jax.Array
 
 
@@ -103,26 +102,29 @@ def _placed(shapes: Tree, shardings: Tree) -> Tree:
   )
 
 
+def _scopes(plan: Plan) -> tuple[str, str]:
+  """The exchange scopes of full and of sparse layers: what a compiled program is for."""
+  return plan.scope(FULL), plan.scope(SPARSE)
+
+
 class TrainStep:
   """The compiled programs of a run on a mesh.
 
   Attributes:
+    specs: a PartitionSpec for each parameter.
     traces: how often each program was traced, which is how often it was compiled.
-    widest_degree: for each pair of scopes, what `arrays.pack` needs.
   """
 
   def __init__(self, run: RunConfig, mesh: Mesh):
     self.run, self.mesh = run, mesh
     self.contexts = Contexts(run, mesh)
-    spread = run.model.expert_placement == 'spread'
-    self.specs = parameter_specs(run.model, mesh.shape[LOCAL_AXIS] if spread else 1, mesh)
+    self.specs = parameter_specs(run.model, self.contexts.expert_ranks, mesh)
     self.schedule = learning_rate_schedule(run.optimizer, run.train.steps)
     self.optimizer = make_optimizer(run.optimizer, self.schedule)
     self.traces: Counter[str] = Counter()
     self.state_shardings = self._state_shardings()
-    grads = jax.tree.map(functools.partial(sharding, mesh), self.specs)
     replicated = sharding(mesh, REPLICATED)
-    self._sums_shardings = Sums(grads, LossSums(*(replicated,) * len(LossSums._fields)))
+    self._sums_shardings = Sums(self.state_shardings.params, LossSums(*(replicated,) * len(LossSums._fields)))
     self._accumulate = jax.jit(
       self._traced_accumulate,
       static_argnames=('scopes',),
@@ -189,8 +191,7 @@ class TrainStep:
 
   def accumulate(self, state: TrainState, sums: Sums, plan: Plan, arrays: PlanArrays) -> Sums:
     """Adds one micro-batch's gradients and losses to `sums`, which is donated."""
-    scopes = (plan.scope(FULL), plan.scope(SPARSE))
-    return self._accumulate(state.params, state.expert_load, sums, arrays, scopes=scopes)
+    return self._accumulate(state.params, state.expert_load, sums, arrays, scopes=_scopes(plan))
 
   def update(self, state: TrainState, sums: Sums, target_tokens: int) -> tuple[TrainState, StepMetrics, Sums]:
     """The step's update from its sums; both are donated. Also returns zeroed sums for the next step."""
@@ -198,9 +199,9 @@ class TrainStep:
 
   def memory_bytes(self, plan: Plan, arrays: PlanArrays) -> dict[str, int]:
     """Compiles the forward and backward program for a plan's scopes; what it and the state take a rank."""
-    state, scopes = self.state_shapes(), (plan.scope(FULL), plan.scope(SPARSE))
+    state = self.state_shapes()
     sums = _placed(jax.eval_shape(self._zero_sums), self._sums_shardings)
-    lowered = self._accumulate.lower(state.params, state.expert_load, sums, arrays, scopes=scopes)
+    lowered = self._accumulate.lower(state.params, state.expert_load, sums, arrays, scopes=_scopes(plan))
     analysis = lowered.compile().memory_analysis()
 
     def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
@@ -253,7 +254,6 @@ class TrainStep:
       losses.router_z / target_tokens,
       optax.tree.norm(grads),
       jnp.float32(self.schedule(state.step)),
-      losses.expert_counts,
       losses.dropped,
     )
     new_state = TrainState(optax.apply_updates(state.params, updates), optimizer, load, state.step + 1)

@@ -78,6 +78,11 @@ class Exchange:
   row_heads: int
   implementation: str
 
+  @property
+  def axis_name(self) -> str | tuple[str, ...]:
+    """The axes as JAX's collectives take them."""
+    return self.axes if len(self.axes) > 1 else self.axes[0]
+
   def heads(self, degree: int) -> tuple[int, int]:
     """(h, k): query and key/value heads of a rank in a group of `degree`."""
     return self.num_heads // degree, max(1, self.num_kv_heads // degree)
@@ -237,18 +242,19 @@ def _owned(ex: Exchange, x: jax.Array, route: Route) -> jax.Array:
 
 def to_stream(ex: Exchange, heads_of: Callable[[int], int], rows: jax.Array, route: Route) -> jax.Array:
   """Slots -> stream: block j of `rows` goes to the group's rank j, behind the tokens of ranks before."""
-  if ex.scope_ranks == 1:
-    return rows
-  move = _ragged_move if ex.implementation == 'ragged' else _dense_move
-  return move(ex, heads_of, rows, route, stream=True)
+  return _move(ex, heads_of, rows, route, stream=True)
 
 
 def to_slots(ex: Exchange, heads_of: Callable[[int], int], rows: jax.Array, route: Route) -> jax.Array:
   """Stream -> slots: each token's row goes back to the rank that owns it. The inverse of `to_stream`."""
+  return _move(ex, heads_of, rows, route, stream=False)
+
+
+def _move(ex, heads_of, rows, route, stream):
   if ex.scope_ranks == 1:
     return rows
   move = _ragged_move if ex.implementation == 'ragged' else _dense_move
-  return move(ex, heads_of, rows, route, stream=False)
+  return move(ex, heads_of, rows, route, stream)
 
 
 def ragged_offsets(
@@ -286,7 +292,7 @@ def _ragged_move(ex, heads_of, rows, route, stream):
     send_sizes,
     output_offsets,
     recv_sizes,
-    axis_name=ex.axes if len(ex.axes) > 1 else ex.axes[0],
+    axis_name=ex.axis_name,
   )
 
 
@@ -297,7 +303,6 @@ def _dense_move(ex, heads_of, rows, route, stream):
   wire, so the stream side gathers them.
   """
   before = jnp.cumsum(route.counts) - route.counts
-  axes = ex.axes if len(ex.axes) > 1 else ex.axes[0]
 
   def to_wire(degree: int) -> jax.Array:
     x = _view(ex, heads_of, rows, degree)
@@ -322,7 +327,7 @@ def _dense_move(ex, heads_of, rows, route, stream):
   for degree in ex.degrees[1:]:
     groups = [list(range(i, i + degree)) for i in range(0, ex.scope_ranks, degree)]
     received.append(
-      lax.all_to_all(to_wire(degree), axes, split_axis=0, concat_axis=0, axis_index_groups=groups)
+      lax.all_to_all(to_wire(degree), ex.axis_name, split_axis=0, concat_axis=0, axis_index_groups=groups)
     )
   branches = [lambda: rows]
   branches += [

@@ -39,7 +39,6 @@ def equal_plan(cluster: ClusterConfig, degree: int, capacity_tokens: int, fill: 
 def programs(ex: collectives.Exchange, device_mesh: jax.sharding.Mesh, route: arrays.Route, degree: int):
   """(name -> program without arguments) for one scope, all on data that lies on the devices."""
   place = mesh.sharding(device_mesh, mesh.RANK_BLOCKS)
-  axes = ex.axes if len(ex.axes) > 1 else ex.axes[0]
   ranks = device_mesh.size
   route = jax.device_put(route, place)
 
@@ -61,7 +60,7 @@ def programs(ex: collectives.Exchange, device_mesh: jax.sharding.Mesh, route: ar
     def exchanges(*buffers):
       return [
         lax.all_to_all(
-          x.reshape(p, -1, x.shape[1]), axes, 0, 0,
+          x.reshape(p, -1, x.shape[1]), ex.axis_name, 0, 0,
           axis_index_groups=[list(range(i, i + p)) for i in range(0, ex.scope_ranks, p)],
         )
         for (p, _), x in zip(sizes, buffers, strict=True)
@@ -72,7 +71,7 @@ def programs(ex: collectives.Exchange, device_mesh: jax.sharding.Mesh, route: ar
   def payload(heads_of):
     rows = -(-ex.rows(heads_of, degree) // ex.scope_ranks)
     buffer = filled(ex.scope_ranks, rows, ex.row_heads * ex.head_dim)
-    return compiled(lambda x: lax.all_to_all(x, axes, 0, 0), buffer)
+    return compiled(lambda x: lax.all_to_all(x, ex.axis_name, 0, 0), buffer)
 
   t, d = ex.capacity_tokens, ex.head_dim
   q, k = filled(t, ex.num_heads, d), filled(t, ex.num_kv_heads, d)

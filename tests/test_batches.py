@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from messages import message_of
 
 from repack_jax.config import ConfigError, DataConfig
 from repack_jax.data import index as index_module
@@ -66,14 +67,6 @@ def names(many):
 
 def ids(many):
   return [names(batch.samples) for batch in many]
-
-
-def message_of(function, *arguments):
-  with pytest.raises(ConfigError) as caught:
-    function(*arguments)
-  message = str(caught.value)
-  assert '\n' not in message
-  return message
 
 
 # --- documents to samples ---

@@ -6,19 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from messages import message_of
 
-from repack_jax.config import ConfigError, DataConfig
+from repack_jax.config import DataConfig
 from repack_jax.data.batches import Batcher
 from repack_jax.data.index import index_samples
 from repack_jax.data.sources import open_source
-
-
-def message_of(function, *arguments):
-  with pytest.raises(ConfigError) as caught:
-    function(*arguments)
-  message = str(caught.value)
-  assert '\n' not in message
-  return message
 
 
 def contents(source):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-NO_TARGET = -1
+from repack_jax.arrays import NO_TARGET
 
 
 def tokenize_bytes(content: bytes) -> np.ndarray:
