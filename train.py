@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from repack_jax.config import ConfigError, RunConfig
+from repack_jax.checks import ConfigError
+from repack_jax.config import RunConfig
 from repack_jax.gin_files import load, resolved
 
 log = logging.getLogger('train')

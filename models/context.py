@@ -14,7 +14,7 @@ from repack_jax.attention import AttentionImpl, get_attention
 from repack_jax.collectives import Exchange, choose_implementation, row_heads
 from repack_jax.config import FULL, SPARSE, ModelConfig, RunConfig, allowed_sp_degrees
 from repack_jax.mesh import LOCAL_AXIS, domain_size, scope_axes
-from repack_jax.plan import DOMAIN, LOCAL
+from repack_jax.plan import DOMAIN, LOCAL, Program
 from repack_jax.ulysses import ulysses_attention
 
 
@@ -54,7 +54,7 @@ def scope_degrees(run: RunConfig, scope: str) -> tuple[int, ...]:
 
 
 class Contexts:
-  """Makes the context of each pair of scopes; implementations are chosen, and logged, once."""
+  """Makes the context of each program; implementations are chosen, and logged, once."""
 
   def __init__(self, run: RunConfig, mesh: Mesh):
     self._run, self._mesh = run, mesh
@@ -64,7 +64,7 @@ class Contexts:
     spread = run.model.expert_placement == 'spread'
     self.expert_ranks = mesh.shape[LOCAL_AXIS] if spread else 1
 
-  def exchange(self, scope: str) -> Exchange:
+  def exchange(self, scope: str, capacity_tokens: int) -> Exchange:
     run, model, mesh = self._run, self._run.model, self._mesh
     degrees = scope_degrees(run, scope)
     heads = (model.num_heads, model.num_kv_heads, model.head_dim)
@@ -72,7 +72,7 @@ class Contexts:
       axes=scope_axes(scope),
       scope_ranks=mesh.shape[LOCAL_AXIS] if scope == LOCAL else domain_size(mesh),
       degrees=degrees,
-      capacity_tokens=run.planner.capacity_tokens,
+      capacity_tokens=capacity_tokens,
       num_heads=model.num_heads,
       num_kv_heads=model.num_kv_heads,
       head_dim=model.head_dim,
@@ -80,10 +80,14 @@ class Contexts:
       implementation=self.implementation,
     )
 
-  def context(self, full_scope: str, sparse_scope: str) -> StepContext:
+  def context(self, program: Program) -> StepContext:
+    capacity = program.capacity_tokens
     return StepContext(
       model=self._run.model,
-      exchange={FULL: self.exchange(full_scope), SPARSE: self.exchange(sparse_scope)},
+      exchange={
+        FULL: self.exchange(program.full_scope, capacity),
+        SPARSE: self.exchange(program.sparse_scope, capacity),
+      },
       attention=self.attention,
       expert_ranks=self.expert_ranks,
     )

@@ -1,7 +1,7 @@
 """The training step: gradients summed over micro-batches, then one update.
 
 Two compiled programs: `accumulate` (forward and backward of one micro-batch, under `shard_map`), compiled
-once for each pair of exchange scopes that plans use, and `update` (clip, AdamW), compiled once.
+once for each `Program` that plans ask for, and `update` (clip, AdamW), compiled once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from models.transformer import LossSums, init_parameters, loss_sums, parameter_s
 from repack_jax.arrays import PlanArrays
 from repack_jax.config import FULL, SPARSE, OptimizerConfig, RunConfig
 from repack_jax.mesh import ALL_AXES, RANK_BLOCKS, REPLICATED, sharding
-from repack_jax.plan import Plan
+from repack_jax.plan import Plan, Program
 
 Tree = Any
 
@@ -102,11 +102,6 @@ def _placed(shapes: Tree, shardings: Tree) -> Tree:
   )
 
 
-def _scopes(plan: Plan) -> tuple[str, str]:
-  """The exchange scopes of full and of sparse layers: what a compiled program is for."""
-  return plan.scope(FULL), plan.scope(SPARSE)
-
-
 class TrainStep:
   """The compiled programs of a run on a mesh.
 
@@ -127,7 +122,7 @@ class TrainStep:
     self._sums_shardings = Sums(self.state_shardings.params, LossSums(*(replicated,) * len(LossSums._fields)))
     self._accumulate = jax.jit(
       self._traced_accumulate,
-      static_argnames=('scopes',),
+      static_argnames=('program',),
       donate_argnames=('sums',),
       out_shardings=self._sums_shardings,
     )
@@ -191,17 +186,17 @@ class TrainStep:
 
   def accumulate(self, state: TrainState, sums: Sums, plan: Plan, arrays: PlanArrays) -> Sums:
     """Adds one micro-batch's gradients and losses to `sums`, which is donated."""
-    return self._accumulate(state.params, state.expert_load, sums, arrays, scopes=_scopes(plan))
+    return self._accumulate(state.params, state.expert_load, sums, arrays, program=plan.program)
 
   def update(self, state: TrainState, sums: Sums, target_tokens: int) -> tuple[TrainState, StepMetrics, Sums]:
     """The step's update from its sums; both are donated. Also returns zeroed sums for the next step."""
     return self._update(state, sums, jnp.float32(max(1, target_tokens)))
 
   def memory_bytes(self, plan: Plan, arrays: PlanArrays) -> dict[str, int]:
-    """Compiles the forward and backward program for a plan's scopes; what it and the state take a rank."""
+    """Compiles the forward and backward program for a plan; what it and the state take a rank."""
     state = self.state_shapes()
     sums = _placed(jax.eval_shape(self._zero_sums), self._sums_shardings)
-    lowered = self._accumulate.lower(state.params, state.expert_load, sums, arrays, scopes=_scopes(plan))
+    lowered = self._accumulate.lower(state.params, state.expert_load, sums, arrays, program=plan.program)
     analysis = lowered.compile().memory_analysis()
 
     def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
@@ -215,9 +210,9 @@ class TrainStep:
       'activations_and_buffers_bytes': analysis.temp_size_in_bytes,
     }
 
-  def gradients(self, params: Tree, load: jax.Array, arrays: PlanArrays, scopes: tuple[str, str]) -> Sums:
+  def gradients(self, params: Tree, load: jax.Array, arrays: PlanArrays, program: Program) -> Sums:
     """Gradients and losses of one micro-batch, summed over all ranks. Traceable."""
-    ctx = self.contexts.context(*scopes)
+    ctx = self.contexts.context(program)
 
     def rank_gradients(params: Tree, load: jax.Array, arrays: PlanArrays) -> Sums:
       batch = jax.tree.map(lambda x: x[0], arrays)
@@ -234,10 +229,10 @@ class TrainStep:
     )(params, load, arrays)
 
   def _traced_accumulate(
-    self, params: Tree, load: jax.Array, sums: Sums, arrays: PlanArrays, scopes: tuple[str, str]
+    self, params: Tree, load: jax.Array, sums: Sums, arrays: PlanArrays, program: Program
   ) -> Sums:
     self.traces['accumulate'] += 1
-    return jax.tree.map(jnp.add, sums, self.gradients(params, load, arrays, scopes))
+    return jax.tree.map(jnp.add, sums, self.gradients(params, load, arrays, program))
 
   def _traced_update(
     self, state: TrainState, sums: Sums, target_tokens: jax.Array

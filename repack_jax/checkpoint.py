@@ -14,7 +14,7 @@ from typing import Any
 
 import orbax.checkpoint as ocp
 
-from repack_jax.config import ConfigError
+from repack_jax.checks import ConfigError
 
 log = logging.getLogger(__name__)
 

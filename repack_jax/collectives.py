@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from repack_jax.arrays import Route
-from repack_jax.config import ConfigError
+from repack_jax.checks import ConfigError
 
 WIRE_ROW_BYTES = 512  # a TPU pads the rows of a ragged all-to-all to this
 

@@ -1,19 +1,34 @@
 """Predicted seconds and exact bytes of the parts of a layer, from the model's and the cluster's configs.
 
-The planner decides by these; the byte counts are also what the metrics report.
+Everything is of the forward pass of one layer unless its name says otherwise; `BACKWARD` and
+`CostModel.linear_backward` say what the backward pass takes. The planner and the simulator reckon with these;
+the byte counts are also what the metrics report.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from repack_jax import flops
-from repack_jax.config import FULL, SPARSE, ClusterConfig, ModelConfig
+from repack_jax.cluster import ClusterConfig
+from repack_jax.config import FULL, SPARSE, ModelConfig
+from repack_jax.memory import (
+  DTYPE_BYTES,
+  expert_ranks,
+  layer_parameters,
+  table_parameters,
+  total_parameters,
+)
 from repack_jax.plan import Plan
 
-_DTYPE_BYTES = {'float32': 4, 'bfloat16': 2}
+# Two products forward, five backward, since the scores are computed again (Dao et al. 2022).
+ATTENTION_BACKWARD_OVER_FORWARD = 2.5
+# AdamW reads a weight, its gradient and two moments, and writes all but the gradient; float32 each.
+_UPDATE_BYTES_PER_PARAMETER = 28
+_GRADIENT_BYTES = 4
 
 
 def heads_per_peer(model: ModelConfig, degree: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
@@ -23,10 +38,10 @@ def heads_per_peer(model: ModelConfig, degree: np.ndarray | int) -> tuple[np.nda
   return query + 2 * np.maximum(1, model.num_kv_heads // degree), query
 
 
-def exchanged_bytes_per_peer(model: ModelConfig, degree: np.ndarray | int) -> np.ndarray:
-  """Bytes a token sends to one rank of its group in both sites of a layer, forward and backward."""
+def bytes_per_peer(model: ModelConfig, degree: np.ndarray | int) -> np.ndarray:
+  """Bytes a token sends to one rank of its group in both sites of a layer, forward pass."""
   dispatch, combine = heads_per_peer(model, degree)
-  return 2 * (dispatch + combine) * model.head_dim * _DTYPE_BYTES[model.compute_dtype]
+  return (dispatch + combine) * model.head_dim * DTYPE_BYTES[model.compute_dtype]
 
 
 def cross_node_bytes(plan: Plan, model: ModelConfig) -> int:
@@ -40,52 +55,123 @@ def cross_node_bytes(plan: Plan, model: ModelConfig) -> int:
     layers = model.layer_kinds.count(kind)
     layout = plan.layout(kind)
     peers = np.maximum(0, layout.size - plan.ranks_per_node)
-    total += layers * int((layout.tokens * peers * exchanged_bytes_per_peer(model, layout.size)).sum())
+    total += 2 * layers * int((layout.tokens * peers * bytes_per_peer(model, layout.size)).sum())
   return total
 
 
 @dataclass(frozen=True)
 class CostModel:
-  """Seconds of training (forward and backward) on one rank of a group of `degree` ranks.
-
-  Work is taken as evenly shared in a group: `(a * length**2 + b * length) / degree` for compute, and an
-  exchange costs its bytes over the link's rate.
-  """
+  """Seconds on one rank. What a token or a sample costs is in rank-seconds: a group shares it evenly."""
 
   cluster: ClusterConfig
   model: ModelConfig
 
-  def _compute_s(self, forward_flops: np.ndarray) -> np.ndarray:
-    return flops.TRAIN_OVER_FORWARD * forward_flops / self.cluster.sustained_flops_per_s
+  @cached_property
+  def expert_ranks(self) -> int:
+    return expert_ranks(self.model, self.cluster)
 
-  def linear_s(self, length: np.ndarray | int, degree: np.ndarray | int) -> np.ndarray:
-    """Projections, experts and logits of all layers."""
-    length = np.asarray(length, np.float64)
-    return self._compute_s(length * flops.linear_flops_per_token(self.model)) / degree
+  @cached_property
+  def linear_backward(self) -> float:
+    """Backward seconds of linear work over forward ones; recomputation runs the forward pass again."""
+    return 2.0 + (self.model.remat == 'layer')
 
-  def attention_s(self, length: np.ndarray | int, degree: np.ndarray | int, kind: str) -> np.ndarray:
-    """Attention cores of all layers of one kind."""
-    layers = self.model.layer_kinds.count(kind)
-    return layers * self._compute_s(flops.attention_flops(self.model, length, kind)) / degree
+  # --- computation --------------------------------------------------------------------------------------
 
-  def exchange_s(self, length: np.ndarray | int, degree: np.ndarray | int, kind: str) -> np.ndarray:
-    """Both exchanges of all layers of one kind."""
-    degree = np.asarray(degree, np.int64)
-    in_node = np.minimum(degree, self.cluster.ranks_per_node)
-    per_byte = (in_node - 1) / self.cluster.intra_node_bytes_per_s
-    per_byte = per_byte + (degree - in_node) / self.cluster.inter_node_bytes_per_s
-    tokens = np.asarray(length, np.float64) / degree
-    layers = self.model.layer_kinds.count(kind)
-    return layers * tokens * exchanged_bytes_per_peer(self.model, degree) * per_byte
+  def before_s(self) -> float:
+    """Per token: what runs ahead of dispatch, that is the query, key and value projections."""
+    return flops.qkv_flops_per_token(self.model) / self.cluster.matmul_flops_per_s
 
-  def parent_s(self, length: np.ndarray | int, degree: np.ndarray | int) -> np.ndarray:
-    """A whole sample where all layers run at one degree."""
-    parts = [self.linear_s(length, degree)]
-    for kind in (FULL, SPARSE):
-      parts += [self.attention_s(length, degree, kind), self.exchange_s(length, degree, kind)]
-    return sum(parts[1:], parts[0])
+  def after_s(self, layer: int) -> float:
+    """Per token: what runs behind combine where the token lies, that is all but the routed experts."""
+    own = flops.output_flops_per_token(self.model) + flops.own_feed_forward_flops_per_token(self.model, layer)
+    return own / self.cluster.matmul_flops_per_s
 
-  def child_s(self, length: np.ndarray | int, degree: np.ndarray | int) -> np.ndarray:
-    """What runs in the children's layout: all linear work, and sparse attention with its exchanges."""
-    sparse = self.attention_s(length, degree, SPARSE) + self.exchange_s(length, degree, SPARSE)
-    return self.linear_s(length, degree) + sparse
+  def routed_s(self, layer: int) -> float:
+    """Per token: its chosen experts."""
+    return flops.routed_flops_per_token(self.model, layer) / self.cluster.matmul_flops_per_s
+
+  def logits_s(self) -> float:
+    """Per token: the logits."""
+    return flops.logits_flops_per_token(self.model) / self.cluster.matmul_flops_per_s
+
+  def attention_s(self, length: np.ndarray | int, kind: str) -> np.ndarray:
+    """Per sample: the attention core of a layer."""
+    return flops.attention_flops(self.model, length, kind) / self.cluster.attention_flops_per_s
+
+  def optimizer_s(self) -> float:
+    """The update of a rank's shards of all parameters."""
+    shard = total_parameters(self.model) / self.cluster.domain_ranks
+    return shard * _UPDATE_BYTES_PER_PARAMETER / self.cluster.memory_bytes_per_s
+
+  # --- links --------------------------------------------------------------------------------------------
+
+  def link_s(self, intra_bytes: np.ndarray, inter_bytes: np.ndarray, crosses: np.ndarray) -> np.ndarray:
+    """A transfer of so many bytes a rank over both links at once, and the latency of the slower one used."""
+    cluster = self.cluster
+    latency_s = np.where(crosses, cluster.inter_node_latency_s, cluster.intra_node_latency_s)
+    return latency_s + np.maximum(
+      intra_bytes / cluster.intra_node_bytes_per_s, inter_bytes / cluster.inter_node_bytes_per_s
+    )
+
+  def exchange_s(self, degree: int) -> float:
+    """Per token of a rank in a balanced group: both exchanges of a layer, without latency."""
+    in_node = min(degree, self.cluster.ranks_per_node)
+    sent = float(bytes_per_peer(self.model, degree))
+    return max(
+      (in_node - 1) * sent / self.cluster.intra_node_bytes_per_s,
+      (degree - in_node) * sent / self.cluster.inter_node_bytes_per_s,
+    )
+
+  def exchange_latency_s(self, degree: int) -> float:
+    """Both exchanges of a layer, however little they move."""
+    if degree == 1:
+      return 0.0
+    cluster = self.cluster
+    wide = degree > cluster.ranks_per_node
+    return 2 * (cluster.inter_node_latency_s if wide else cluster.intra_node_latency_s)
+
+  def expert_bytes_per_token(self) -> float:
+    """Bytes a token sends to the experts of other ranks (or receives from them) under an even router."""
+    row = self.model.d_model * DTYPE_BYTES[self.model.compute_dtype]
+    return self.model.experts_per_token * row * (1 - 1 / self.expert_ranks)
+
+  # --- parameters ---------------------------------------------------------------------------------------
+
+  def _collective_s(self, whole: float, spread: float) -> float:
+    """Gathering (or reduce-scattering) `whole` bytes over the domain and `spread` bytes over the nodes.
+
+    Every node takes in what the others hold, over the links of all its ranks at once; of spread experts a
+    rank takes in its own only.
+    """
+    nodes, local = self.cluster.nodes, self.cluster.ranks_per_node
+    inter = (whole + spread) / local * (nodes - 1) / nodes
+    intra = whole * (local - 1) / local + (0 if self.expert_ranks > 1 else spread * (local - 1) / local)
+    if self.cluster.domain_ranks == 1:
+      return 0.0
+    return float(self.link_s(np.float64(intra), np.float64(inter), np.bool_(nodes > 1)))
+
+  def gather_s(self, layer: int) -> float:
+    """A layer's parameters in the compute dtype, from their shards."""
+    itemsize = DTYPE_BYTES[self.model.compute_dtype]
+    own, routed = layer_parameters(self.model, layer)
+    return self._collective_s(own * itemsize, routed * itemsize)
+
+  def reduce_s(self, layer: int) -> float:
+    """A layer's gradients in float32, to their shards."""
+    own, routed = layer_parameters(self.model, layer)
+    return self._collective_s(own * _GRADIENT_BYTES, routed * _GRADIENT_BYTES)
+
+  def table_s(self) -> tuple[float, float]:
+    """(gathering, reducing) a vocabulary table."""
+    parameters, itemsize = table_parameters(self.model), DTYPE_BYTES[self.model.compute_dtype]
+    return self._collective_s(parameters * itemsize, 0), self._collective_s(parameters * _GRADIENT_BYTES, 0)
+
+  def data_reduce_s(self) -> float:
+    """A micro-batch's gradients summed over domains: a ring all-reduce of each rank's shards."""
+    domains = self.cluster.domains
+    if domains == 1:
+      return 0.0
+    shard = total_parameters(self.model) / self.cluster.domain_ranks * _GRADIENT_BYTES
+    return self.cluster.inter_node_latency_s + (
+      2 * shard * (domains - 1) / domains / self.cluster.inter_node_bytes_per_s
+    )

@@ -13,27 +13,40 @@ from repack_jax.config import FULL, ModelConfig
 TRAIN_OVER_FORWARD = 3
 
 
-def projection_flops_per_token(model: ModelConfig) -> int:
-  """Query, key, value and output projections of one layer."""
-  heads = model.num_heads + 2 * model.num_kv_heads + model.num_heads
-  return 2 * model.d_model * heads * model.head_dim
+def qkv_flops_per_token(model: ModelConfig) -> int:
+  """Query, key and value projections of one layer."""
+  return 2 * model.d_model * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
 
 
-def feed_forward_flops_per_token(model: ModelConfig, layer: int) -> int:
-  """The gated feed-forward block of a layer: dense, or router, chosen experts and shared expert."""
+def output_flops_per_token(model: ModelConfig) -> int:
+  """The projection behind attention of one layer."""
+  return 2 * model.d_model * model.num_heads * model.head_dim
+
+
+def routed_flops_per_token(model: ModelConfig, layer: int) -> int:
+  """The chosen experts of a token; 0 where the layer has none."""
+  return 6 * model.d_model * model.experts_per_token * model.expert_width if model.has_experts(layer) else 0
+
+
+def own_feed_forward_flops_per_token(model: ModelConfig, layer: int) -> int:
+  """What of the feed-forward block runs where the token lies: router and shared expert, or the dense block."""
   if not model.has_experts(layer):
     return 6 * model.d_model * model.dense_width
-  width = model.experts_per_token * model.expert_width + model.shared_expert_width
-  return 6 * model.d_model * width + 2 * model.d_model * model.num_experts
+  return 6 * model.d_model * model.shared_expert_width + 2 * model.d_model * model.num_experts
+
+
+def logits_flops_per_token(model: ModelConfig) -> int:
+  return 2 * model.d_model * model.vocab_size
 
 
 def linear_flops_per_token(model: ModelConfig) -> int:
   """Everything whose cost goes with the number of tokens: all layers and the logits."""
+  attention = qkv_flops_per_token(model) + output_flops_per_token(model)
   layers = sum(
-    projection_flops_per_token(model) + feed_forward_flops_per_token(model, layer)
+    attention + routed_flops_per_token(model, layer) + own_feed_forward_flops_per_token(model, layer)
     for layer in range(model.num_layers)
   )
-  return layers + 2 * model.d_model * model.vocab_size
+  return layers + logits_flops_per_token(model)
 
 
 def attention_pairs(length: np.ndarray | int, window_tokens: int | None) -> np.ndarray:

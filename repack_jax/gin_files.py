@@ -26,7 +26,8 @@ import gin
 from gin import config as gin_config
 from gin import config_parser
 
-from repack_jax.config import ConfigError, RunConfig
+from repack_jax.checks import ConfigError
+from repack_jax.config import RunConfig
 
 _OVERRIDE = '--set'
 _OVERRIDE_FORM = 'write Class.field=value, for example --set TrainConfig.steps=20'

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from repack_jax.config import ClusterConfig, ConfigError
+from repack_jax.checks import ConfigError
+from repack_jax.config import ClusterConfig
 from repack_jax.plan import LOCAL
 
 DATA, NODE, LOCAL_AXIS = 'data', 'node', 'local'

@@ -18,12 +18,21 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
-from repack_jax.config import FULL
+from repack_jax.config import FULL, SPARSE
 
 LOCAL, DOMAIN = 'local', 'domain'
+
+
+class Program(NamedTuple):
+  """What of a plan is compiled in: plans that agree in it share one program. The rest of a plan is data."""
+
+  full_scope: str
+  sparse_scope: str
+  capacity_tokens: int
 
 
 class PlanError(ValueError):
@@ -119,6 +128,10 @@ class Plan:
   def scope(self, kind: str) -> str:
     """What the exchanges of a layer kind span: `local` where every group lies inside a node."""
     return LOCAL if self.widest(kind) <= self.ranks_per_node else DOMAIN
+
+  @property
+  def program(self) -> Program:
+    return Program(self.scope(FULL), self.scope(SPARSE), self.capacity_tokens)
 
   def widest(self, kind: str) -> int:
     return max(group.size for group in self.groups(kind))

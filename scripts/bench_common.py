@@ -14,17 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 
 import jax
 
-from repack_jax.config import ConfigError
+from repack_jax.checks import ConfigError
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
   """A parser that describes a script by its docstring and knows `--json`."""
   made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-  made.add_argument('--json', type=_output_file, metavar='FILE', help='also write the results here')
+  made.add_argument('--json', type=output_file, metavar='FILE', help='also write the results here')
   return made
 
 
-def _output_file(name: str) -> pathlib.Path:
+def output_file(name: str) -> pathlib.Path:
   """A file that can be written, found out before anything is measured."""
   path = pathlib.Path(name)
   if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):

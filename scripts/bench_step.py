@@ -106,13 +106,12 @@ def one_rank_rows(run: RunConfig, batch, rounds: int) -> list[dict[str, object]]
   (plan,) = plan_batch(run, batch, 'repack')
   arrays = step.put(pack(plan, batch.samples, step.widest_degree(plan)))
   state, zeros = step.init_state(), step.zero_sums()
-  scopes = ('local', 'local')
-  ctx = step.contexts.context(*scopes)
+  ctx = step.contexts.context(plan.program)
   plain_ctx = PlainContext(**{f.name: getattr(ctx, f.name) for f in dataclasses.fields(ctx)})
   specs = jax.tree.map(lambda _: PartitionSpec(), step.specs)
 
   def with_plans(params, load, arrays, sums):
-    return jax.tree.map(jnp.add, sums, step.gradients(params, load, arrays, scopes))
+    return jax.tree.map(jnp.add, sums, step.gradients(params, load, arrays, plan.program))
 
   def plain(params, load, arrays, sums):
     own = jax.value_and_grad(loss_sums, has_aux=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from repack_jax.config import ConfigError
+from repack_jax.checks import ConfigError
 
 
 def message_of(function, *arguments):

@@ -42,7 +42,7 @@ def run_config(
   nodes, ranks_per_node = MESHES[ranks]
   return RunConfig(
     cluster=ClusterConfig(
-      nodes=nodes, ranks_per_node=ranks_per_node, platform='cpu', sustained_flops_per_s=2e9,
+      nodes=nodes, ranks_per_node=ranks_per_node, platform='cpu', matmul_flops_per_s=2e9, attention_flops_per_s=2e9,
       intra_node_bytes_per_s=1e8, inter_node_bytes_per_s=2e7,
     ),
     model=model,
@@ -60,7 +60,7 @@ def program(run: RunConfig) -> TrainStep:
 
 @functools.cache
 def _gradients(run: RunConfig):
-  return jax.jit(program(run).gradients, static_argnames='scopes')
+  return jax.jit(program(run).gradients, static_argnames='program')
 
 
 @functools.cache
@@ -92,8 +92,7 @@ def sums_of_plan(run: RunConfig, plan: Plan, batch: Sequence[Sample]) -> Sums:
   experts = max(1, run.model.num_experts)
   share = np.arange(1, experts + 1, dtype=np.float32)  # not uniform: the balance loss has a gradient
   load = np.tile(share / share.sum(), (run.model.num_layers, 1))
-  scopes = (plan.scope(FULL), plan.scope(SPARSE))
-  result = _gradients(run)(parameters(run), load, packed(run, plan, batch), scopes=scopes)
+  result = _gradients(run)(parameters(run), load, packed(run, plan, batch), program=plan.program)
   return jax.tree.map(np.asarray, result)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from messages import message_of
 
-from repack_jax.config import ConfigError, DataConfig
+from repack_jax.checks import ConfigError
+from repack_jax.config import DataConfig
 from repack_jax.data import index as index_module
 from repack_jax.data.batches import Batcher
 from repack_jax.data.index import index_samples

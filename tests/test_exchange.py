@@ -15,7 +15,8 @@ import pytest
 from ragged import emulated_ragged_all_to_all
 
 from repack_jax import arrays, collectives, cost, mesh, reference
-from repack_jax.config import FULL, SPARSE, ClusterConfig, ConfigError, ModelConfig
+from repack_jax.checks import ConfigError
+from repack_jax.config import FULL, SPARSE, ClusterConfig, ModelConfig
 from repack_jax.plan import DOMAIN, LOCAL, Group, Plan
 
 SHAPES = {  # ranks: (ranks a node, query heads, key/value heads, head width, capacity)

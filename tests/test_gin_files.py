@@ -9,7 +9,8 @@ import gin
 import pytest
 
 from repack_jax import gin_files
-from repack_jax.config import ConfigError, DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from repack_jax.checks import ConfigError
+from repack_jax.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
 
 
 def load(text, *overrides):

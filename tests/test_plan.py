@@ -309,7 +309,7 @@ def test_bytes_by_hand():
 
 def test_seconds_by_hand():
   cluster = ClusterConfig(
-    nodes=2, ranks_per_node=2, sustained_flops_per_s=100, intra_node_bytes_per_s=64, inter_node_bytes_per_s=8
+    nodes=2, ranks_per_node=2, matmul_flops_per_s=100, attention_flops_per_s=100, intra_node_bytes_per_s=64, inter_node_bytes_per_s=8
   )
   model = cost.CostModel(cluster, MODEL)
   linear = flops.linear_flops_per_token(MODEL)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from repack_jax.config import ConfigError
+from repack_jax.checks import ConfigError
 from repack_jax.data.prefetch import Prefetcher
 
 

@@ -21,7 +21,7 @@ from repack_jax.solver.placement import place
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ModelConfig(num_heads=32, num_kv_heads=4)
-RATES = {'sustained_flops_per_s': 2e9, 'intra_node_bytes_per_s': 5e7, 'inter_node_bytes_per_s': 7.1e6}
+RATES = {'matmul_flops_per_s': 2e9, 'attention_flops_per_s': 2e9, 'intra_node_bytes_per_s': 5e7, 'inter_node_bytes_per_s': 7.1e6}
 MESHES = {  # name: (domains, nodes, ranks a node)
   'one rank': (1, 1, 1),
   'a node': (1, 1, 8),

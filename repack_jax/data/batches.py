@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.config import ConfigError, DataConfig
+from repack_jax.checks import ConfigError
+from repack_jax.config import DataConfig
 from repack_jax.data.index import SampleIndex, index_samples
 from repack_jax.data.samples import Sample, make_sample
 from repack_jax.data.sources import Source, changed

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.config import ConfigError, DataConfig
+from repack_jax.checks import ConfigError
+from repack_jax.config import DataConfig
 from repack_jax.data.sources import Source
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import numpy as np
 
-from repack_jax.config import ConfigError, DataConfig
+from repack_jax.checks import ConfigError
+from repack_jax.config import DataConfig
 
 STDLIB = 'stdlib'
 

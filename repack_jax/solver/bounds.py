@@ -1,0 +1,65 @@
+"""Lower bounds: what no plan of a batch can beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from repack_jax import flops
+from repack_jax.cluster import ClusterConfig
+from repack_jax.config import FULL, SPARSE, ModelConfig, PlannerConfig, allowed_sp_degrees
+from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD, CostModel
+
+
+def compute_bound_s(lengths: np.ndarray, cluster: ClusterConfig, model: ModelConfig) -> float:
+  """Seconds of a step's computation shared evenly by all ranks, with no communication, padding or waiting."""
+  cost = CostModel(cluster, model)
+  lengths = np.asarray(lengths, np.int64)
+  linear = flops.linear_flops_per_token(model) - flops.logits_flops_per_token(model)
+  seconds = float(lengths.sum()) * (
+    (1 + cost.linear_backward) * linear / cluster.matmul_flops_per_s + 3 * cost.logits_s()
+  )
+  for kind in model.layer_kinds:
+    seconds += (1 + ATTENTION_BACKWARD_OVER_FORWARD) * float(cost.attention_s(lengths, kind).sum())
+  return seconds / cluster.num_ranks
+
+
+def lower_bound_s(
+  lengths: Sequence[int] | np.ndarray, cluster: ClusterConfig, model: ModelConfig, config: PlannerConfig
+) -> float:
+  """Seconds below which no plan's `timing.predicted_s`, added up over micro-batches, can be.
+
+  Perfect balance of all work, and for each sample the cheapest exchange that its length and the capacity
+  allow; and no layer is faster than its slowest sample at that sample's best SP degree. No latencies.
+  """
+  lengths = np.asarray(lengths, np.int64)
+  if not len(lengths):
+    return 0.0
+  cost = CostModel(cluster, model)
+  layers = range(model.num_layers)
+  tokens = float(lengths.sum()) / cluster.num_ranks
+  both = 1 + cost.linear_backward
+  seconds = tokens * (3 * cost.logits_s() + both * sum(cost.before_s() + cost.after_s(i) for i in layers))
+  for kind in (FULL, SPARSE):
+    mean_s, longest_s = _attention_bounds_s(lengths, cost, config, kind)
+    for layer in (i for i in layers if model.layer_kinds[i] == kind):
+      experts_s = tokens * both * cost.routed_s(layer)
+      if model.has_experts(layer):
+        experts_s += 4 * tokens * cost.expert_bytes_per_token() / cluster.intra_node_bytes_per_s
+      seconds += max(mean_s + experts_s, longest_s)
+  return seconds
+
+
+def _attention_bounds_s(
+  lengths: np.ndarray, cost: CostModel, config: PlannerConfig, kind: str
+) -> tuple[float, float]:
+  """Attention and its exchanges in one layer, both passes: (mean over ranks, the slowest sample at its best)."""
+  core_s = (1 + ATTENTION_BACKWARD_OVER_FORWARD) * cost.attention_s(lengths, kind)
+  cheapest, best = np.full(len(lengths), np.inf), np.full(len(lengths), np.inf)
+  for degree in allowed_sp_degrees(cost.cluster, cost.model, config):
+    fits = lengths <= degree * config.capacity_tokens
+    exchange_s = 2 * lengths * cost.exchange_s(degree)
+    cheapest = np.where(fits, np.minimum(cheapest, exchange_s), cheapest)
+    best = np.where(fits, np.minimum(best, (core_s + exchange_s) / degree), best)
+  return float((core_s + cheapest).sum()) / cost.cluster.num_ranks, float(best.max())
