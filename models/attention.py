@@ -7,8 +7,8 @@ from flax import nnx
 
 from models.context import StepContext
 from models.layers import RMSNorm, normal_param, rotary
-from repack_jax.arrays import Route
-from repack_jax.config import FULL, ModelConfig
+from repack_jax.arrays import PlanArrays
+from repack_jax.config import ModelConfig
 
 
 class Attention(nnx.Module):
@@ -25,15 +25,14 @@ class Attention(nnx.Module):
       self.query_norm = RMSNorm(width, config.norm_eps)
       self.key_norm = RMSNorm(width, config.norm_eps)
 
-  def __call__(self, x: jax.Array, positions: jax.Array, route: Route, ctx: StepContext) -> jax.Array:
-    """x [T, d], positions int32 [T] -> [T, d]."""
+  def __call__(self, x: jax.Array, batch: PlanArrays, ctx: StepContext) -> jax.Array:
+    """x [T, d] -> [T, d]."""
     config = self.config
     q = (x @ self.query[...]).reshape(-1, config.num_heads, config.head_dim)
     k = (x @ self.key[...]).reshape(-1, config.num_kv_heads, config.head_dim)
     v = (x @ self.value[...]).reshape(-1, config.num_kv_heads, config.head_dim)
     if config.qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
-    q, k = rotary(q, positions, config.rope_theta), rotary(k, positions, config.rope_theta)
-    window = None if self.kind == FULL else config.window_tokens
-    y = ctx.attend(self.kind, window, q, k, v, route)
+    q, k = (rotary(x, batch.positions, config.rope_theta) for x in (q, k))
+    y = ctx.attend(self.kind, q, k, v, batch)
     return y.reshape(-1, config.num_heads * config.head_dim) @ self.out[...]

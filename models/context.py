@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from repack_jax.arrays import Route
+from repack_jax.arrays import PlanArrays
 from repack_jax.attention import AttentionImpl, get_attention
 from repack_jax.collectives import Exchange, choose_implementation, row_heads
 from repack_jax.config import FULL, SPARSE, ModelConfig, RunConfig, allowed_sp_degrees
 from repack_jax.mesh import LOCAL_AXIS, domain_size, scope_axes
 from repack_jax.plan import DOMAIN, LOCAL, Program
-from repack_jax.ulysses import ulysses_attention
+from repack_jax.ulysses import solo_attention, ulysses_attention
 
 
 @dataclass(frozen=True)
@@ -25,22 +25,31 @@ class StepContext:
   Attributes:
     exchange: the exchange of full (`F`) and of sparse (`S`) layers.
     expert_ranks: ranks that the experts are spread over, 1 where each rank has them all.
+    has_solo: whether plans have samples that take no part in exchanges.
   """
 
   model: ModelConfig
   exchange: Mapping[str, Exchange]
   attention: AttentionImpl
   expert_ranks: int
+  has_solo: bool
 
   @property
   def dtype(self) -> jnp.dtype:
     return jnp.dtype(self.model.compute_dtype)
 
-  def attend(
-    self, kind: str, window: int | None, q: jax.Array, k: jax.Array, v: jax.Array, route: Route
-  ) -> jax.Array:
-    """Attention of such a layer over the rank's group: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
-    return ulysses_attention(self.exchange[kind], self.attention, window, q, k, v, route)
+  def attend(self, kind: str, q: jax.Array, k: jax.Array, v: jax.Array, batch: PlanArrays) -> jax.Array:
+    """Attention of a layer of this kind: q [T, H, D], k and v [T, K, D] -> [T, H, D].
+
+    Over the rank's group for what it holds of the group's stream, and on the rank alone for solo samples;
+    each part is zero on the other's rows.
+    """
+    window = None if kind == FULL else self.model.window_tokens
+    route = batch.full if kind == FULL else batch.sparse
+    out = ulysses_attention(self.exchange[kind], self.attention, window, q, k, v, route)
+    if self.has_solo:
+      out = out + solo_attention(self.attention, window, q, k, v, batch.segments, route)
+    return out
 
   @property
   def implementation(self) -> str:
@@ -90,4 +99,5 @@ class Contexts:
       },
       attention=self.attention,
       expert_ranks=self.expert_ranks,
+      has_solo=program.has_solo,
     )

@@ -70,9 +70,8 @@ class Layer(nnx.Module):
     self, x: jax.Array, load: jax.Array, batch: PlanArrays, ctx: StepContext
   ) -> tuple[jax.Array, ExpertStats]:
     """x [T, d], load float32 [E] -> ([T, d], stats)."""
-    route = batch.full if self.kind == FULL else batch.sparse
     with jax.named_scope('full_attention' if self.kind == FULL else 'sparse_attention'):
-      x = x + self.attention(self.attention_norm(x), batch.positions, route, ctx)
+      x = x + self.attention(self.attention_norm(x), batch, ctx)
     with jax.named_scope('feed_forward'):
       y = self.feed_forward_norm(x)
       if hasattr(self, 'experts'):

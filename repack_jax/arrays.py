@@ -44,7 +44,8 @@ class PlanArrays(NamedTuple):
     tokens [R, T]: token ids, 0 in padding.
     targets [R, T]: the token that follows in the document; -1 where there is none, and in padding.
     positions [R, T]: of the token in its sample, 0 in padding.
-    segments [R, T]: the sample that the token belongs to, -1 in padding.
+    segments [R, T]: the sample that the token belongs to, -1 in padding. A rank's share of its child's stream
+      comes first, then its solo samples.
     full, sparse: the routes of the two layer kinds.
   """
 
@@ -93,6 +94,24 @@ def route_arrays(plan: Plan, kind: str, widest_degree: int) -> Route:
   )
 
 
+def _streams(plan: Plan, batch: Sequence[HasTokens], numbers: Sequence[int]) -> list[np.ndarray]:
+  """Of these samples end to end: tokens, targets, positions and segments."""
+  samples = [batch[plan.sample_ids[s]] for s in numbers]
+  for number, sample in zip(numbers, samples, strict=True):
+    if len(sample.tokens) != plan.lengths[number]:
+      raise ValueError(
+        f'sample {plan.sample_ids[number]} has {len(sample.tokens)} tokens, its plan says '
+        f'{plan.lengths[number]}: this plan was made for another batch'
+      )
+  lengths = [len(s.tokens) for s in samples]
+  return [
+    np.concatenate([s.tokens for s in samples]),
+    np.concatenate([s.targets for s in samples]),
+    np.concatenate([np.arange(length) for length in lengths]),
+    np.repeat(numbers, lengths),
+  ]
+
+
 def pack(plan: Plan, batch: Sequence[HasTokens], widest_degree: dict[str, int]) -> PlanArrays:
   """Packs the samples of a batch that the plan names into per-rank arrays.
 
@@ -106,25 +125,17 @@ def pack(plan: Plan, batch: Sequence[HasTokens], widest_degree: dict[str, int]) 
   shape = (plan.num_ranks, plan.capacity_tokens)
   tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
   targets, segments = np.full(shape, NO_TARGET, np.int32), np.full(shape, PADDING_SEGMENT, np.int32)
+  arrays = (tokens, targets, positions, segments)
   for child in plan.children:
-    samples = [batch[plan.sample_ids[s]] for s in child.samples]
-    for number, sample in zip(child.samples, samples, strict=True):
-      if len(sample.tokens) != plan.lengths[number]:
-        raise ValueError(
-          f'sample {plan.sample_ids[number]} has {len(sample.tokens)} tokens, its plan says '
-          f'{plan.lengths[number]}: this plan was made for another batch'
-        )
-    if not samples:
-      continue
-    streams = (
-      (tokens, np.concatenate([s.tokens for s in samples])),
-      (targets, np.concatenate([s.targets for s in samples])),
-      (positions, np.concatenate([np.arange(len(s.tokens)) for s in samples])),
-      (segments, np.repeat(child.samples, [len(s.tokens) for s in samples])),
-    )
-    edges = np.concatenate([[0], np.cumsum(plan.rank_tokens[child.first_rank : child.end_rank])])
-    for rank, start, end in zip(child.ranks, edges[:-1], edges[1:], strict=True):
-      for array, stream in streams:
-        array[rank, : end - start] = stream[start:end]
+    if child.samples:
+      streams = _streams(plan, batch, child.samples)
+      edges = np.concatenate([[0], np.cumsum(plan.shared_tokens[child.first_rank : child.end_rank])])
+      for rank, start, end in zip(child.ranks, edges[:-1], edges[1:], strict=True):
+        for array, stream in zip(arrays, streams, strict=True):
+          array[rank, : end - start] = stream[start:end]
+  for group in plan.solo:
+    begin, end = plan.shared_tokens[group.first_rank], plan.rank_tokens[group.first_rank]
+    for array, stream in zip(arrays, _streams(plan, batch, group.samples), strict=True):
+      array[group.first_rank, begin:end] = stream
   routes = {kind: route_arrays(plan, kind, widest_degree[kind]) for kind in (FULL, SPARSE)}
   return PlanArrays(tokens, targets, positions, segments, routes[FULL], routes[SPARSE])

@@ -44,9 +44,7 @@ def check_types(config: object) -> None:
 def check_choice(config: object, **choices: tuple[str, ...]) -> None:
   for name, allowed in choices.items():
     value = getattr(config, name)
-    require(
-      value in allowed, f'{type(config).__name__}.{name}', value, f'choose one of {", ".join(allowed)}'
-    )
+    require(value in allowed, f'{type(config).__name__}.{name}', value, f'choose one of {", ".join(allowed)}')
 
 
 def check_min(config: object, minimum: float, *names: str) -> None:

@@ -29,6 +29,8 @@ class ClusterConfig:
     inter_node_bytes_per_s: what one rank sends to other nodes, while it receives as much.
     intra_node_latency_s, inter_node_latency_s: what a collective takes however little it moves, inside a node
       and across nodes.
+    prefetch_layers: the program gathers parameters this many layers ahead of their use and reduces gradients
+      behind the backward pass, so that ranks may be as many layers apart; 0 where ranks meet at each layer.
     memory_bytes: of a rank; 0 where unknown.
     memory_bytes_per_s: of a rank; what the optimizer's update is bound by.
   """
@@ -37,13 +39,14 @@ class ClusterConfig:
   ranks_per_node: int = 8
   domains: int = 1
   platform: str = 'auto'
-  matmul_flops_per_s: float = 6.5e14
-  attention_flops_per_s: float = 5.5e14
+  matmul_flops_per_s: float = 6.9e14
+  attention_flops_per_s: float = 5.9e14
   peak_flops_per_s: float = 0.0
   intra_node_bytes_per_s: float = 3.4e11
   inter_node_bytes_per_s: float = 3.4e11 / 7.0
   intra_node_latency_s: float = 15e-6
   inter_node_latency_s: float = 35e-6
+  prefetch_layers: int = 1
   memory_bytes: float = 0.0
   memory_bytes_per_s: float = 3.35e12
 
@@ -68,7 +71,10 @@ class ClusterConfig:
       'memory_bytes_per_s',
     ):  # fmt: skip
       require(getattr(self, name) > 0, f'ClusterConfig.{name}', getattr(self, name), 'must be above 0')
-    check_min(self, 0, 'peak_flops_per_s', 'intra_node_latency_s', 'inter_node_latency_s', 'memory_bytes')
+    check_min(
+      self, 0, 'peak_flops_per_s', 'intra_node_latency_s', 'inter_node_latency_s', 'prefetch_layers',
+      'memory_bytes',
+    )  # fmt: skip
 
   @property
   def domain_ranks(self) -> int:

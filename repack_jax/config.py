@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from repack_jax.checks import ConfigError, check_choice, check_min, check_types, is_power_of_two, require
+from repack_jax.checks import check_choice, check_min, check_types, is_power_of_two, require
 from repack_jax.cluster import ClusterConfig
 
 FULL, SPARSE = 'F', 'S'
@@ -191,7 +191,7 @@ class PlannerConfig:
 
 @dataclass(frozen=True)
 class SimulatorConfig:
-  """What `scripts/simulate.py` plays: where the lengths come from, and what hides behind computation.
+  """What `scripts/simulate.py` plays: where its lengths come from.
 
   Attributes:
     lengths: a file of lengths (`repack_jax/data/lengths.py` says which kinds there are); `DataConfig` says
@@ -199,10 +199,6 @@ class SimulatorConfig:
     steps: steps to simulate.
     seed: of the order, or of the draw where the file is a histogram.
     tail_from_tokens, tail_scale: lengths of at least `tail_from_tokens` are multiplied by `tail_scale`.
-    prefetch_layers: parameters are gathered this many layers ahead of their use, and gradients reduced
-      behind the backward pass; 0 does neither while a rank computes.
-    exchange_chunks: an exchange is cut into this many chunks of heads that overlap the attention core;
-      1 overlaps nothing, which is what the training step does.
   """
 
   lengths: str = ''
@@ -210,13 +206,11 @@ class SimulatorConfig:
   seed: int = 0
   tail_from_tokens: int = 0
   tail_scale: float = 1.0
-  prefetch_layers: int = 1
-  exchange_chunks: int = 1
 
   def __post_init__(self) -> None:
     check_types(self)
-    check_min(self, 1, 'steps', 'exchange_chunks')
-    check_min(self, 0, 'seed', 'tail_from_tokens', 'prefetch_layers')
+    check_min(self, 1, 'steps')
+    check_min(self, 0, 'seed', 'tail_from_tokens')
     require(self.tail_scale > 0, 'SimulatorConfig.tail_scale', self.tail_scale, 'must be above 0')
 
 

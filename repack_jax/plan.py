@@ -5,8 +5,9 @@ Two rules give everything else in closed form:
 1. A child's stream is its samples end to end; its i-th rank of c holds `stream[i*n//c : (i+1)*n//c]`.
 2. A parent's stream is its children's streams end to end, in rank order.
 
-So what a rank holds is one contiguous run of its child's stream and of its parent's. NumPy only: this
-module imports without JAX.
+So what a rank holds of them is one contiguous run of its child's stream and of its parent's. Behind it a
+rank may hold *solo* samples, whole ones that take no part in any exchange. NumPy only: this module imports
+without JAX.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class Program(NamedTuple):
   full_scope: str
   sparse_scope: str
   capacity_tokens: int
+  has_solo: bool
 
 
 class PlanError(ValueError):
@@ -68,7 +70,7 @@ class Layout:
 
   Attributes:
     first_rank, size: the group that the rank belongs to.
-    tokens: tokens that the rank holds (the same in both layouts of a plan).
+    tokens: what the rank holds of its group's stream (the same in both layouts of a plan).
     stream_start: position of the rank's first token in its group's stream.
   """
 
@@ -86,10 +88,12 @@ class Plan:
     sample_ids: for each sample of this micro-batch, its position in the batch.
     lengths: tokens of each sample, in the order of sample_ids.
     parents: groups that run full attention; they tile all ranks.
-    children: groups that hold the tokens and run everything else; they tile all ranks.
+    children: groups that hold the tokens and run sparse attention; they tile all ranks.
     mode: the mode that made the plan.
     capacity_tokens: token slots of a rank.
     num_ranks, domain_ranks, ranks_per_node: the mesh that the plan is for.
+    solo: groups of one rank, ascending, whose samples run on it alone in every layer. They are in no parent
+      and no child.
   """
 
   sample_ids: tuple[int, ...]
@@ -101,10 +105,19 @@ class Plan:
   num_ranks: int
   domain_ranks: int
   ranks_per_node: int
+  solo: tuple[Group, ...] = ()
 
   @cached_property
   def rank_tokens(self) -> np.ndarray:
-    """Tokens each rank holds, int64 [num_ranks], by rule 1."""
+    """Tokens each rank holds, int64 [num_ranks]."""
+    tokens = self.shared_tokens.copy()
+    for group in self.solo:
+      tokens[group.first_rank] += sum(self.lengths[s] for s in group.samples)
+    return tokens
+
+  @cached_property
+  def shared_tokens(self) -> np.ndarray:
+    """Tokens each rank holds of its child's stream, int64 [num_ranks], by rule 1."""
     tokens = np.zeros(self.num_ranks, np.int64)
     for child in self.children:
       total = sum(self.lengths[s] for s in child.samples)
@@ -121,9 +134,9 @@ class Plan:
     for group in self.groups(kind):
       first[group.first_rank : group.end_rank] = group.first_rank
       size[group.first_rank : group.end_rank] = group.size
-    before = np.concatenate([[0], np.cumsum(self.rank_tokens)])
+    before = np.concatenate([[0], np.cumsum(self.shared_tokens)])
     start = before[np.arange(self.num_ranks)] - before[first]
-    return Layout(first, size, self.rank_tokens, start)
+    return Layout(first, size, self.shared_tokens, start)
 
   def scope(self, kind: str) -> str:
     """What the exchanges of a layer kind span: `local` where every group lies inside a node."""
@@ -131,7 +144,7 @@ class Plan:
 
   @property
   def program(self) -> Program:
-    return Program(self.scope(FULL), self.scope(SPARSE), self.capacity_tokens)
+    return Program(self.scope(FULL), self.scope(SPARSE), self.capacity_tokens, bool(self.solo))
 
   def widest(self, kind: str) -> int:
     return max(group.size for group in self.groups(kind))
@@ -157,8 +170,10 @@ class Plan:
   def validate(self, num_heads: int | None = None, num_kv_heads: int | None = None) -> Plan:
     """Returns the plan itself; raises PlanError naming the sample or group and the rule it breaks."""
     _check_lengths(self)
+    _check_solo(self)
     for name, groups in (('parent', self.parents), ('child', self.children)):
       _check_tiling(self, name, groups)
+      _check_samples(self, name, groups)
       for group in groups:
         for heads in (num_heads, num_kv_heads):
           if heads and heads % group.size and group.size % heads:
@@ -186,11 +201,16 @@ class Plan:
       inside = [c for c in self.children if parent.first_rank <= c.first_rank < parent.end_rank]
       if inside != [parent]:
         lines += [self._row('  child', child) for child in inside]
+    if self.solo:
+      lengths = [self.lengths[s] for group in self.solo for s in group.samples]
+      most = int((self.rank_tokens - self.shared_tokens).max())
+      label = f'solo on {len(self.solo)} ranks'
+      lines.append(f'{label:<28}{len(lengths):>8}{sum(lengths):>9}{most:>8}{max(lengths):>9}')
     return '\n'.join(lines)
 
   def _row(self, name: str, group: Group) -> str:
     lengths = [self.lengths[s] for s in group.samples]
-    most = int(self.rank_tokens[group.first_rank : group.end_rank].max())
+    most = int(self.shared_tokens[group.first_rank : group.end_rank].max())
     label = f'{name} SP{group.size} @{group.first_rank}'
     return f'{label:<28}{len(lengths):>8}{sum(lengths):>9}{most:>8}{max(lengths, default=0):>9}'
 
@@ -221,14 +241,29 @@ def _check_tiling(plan: Plan, name: str, groups: Sequence[Group]) -> None:
     rank = group.end_rank
   if rank != plan.num_ranks:
     raise PlanError(f'the {name} groups end at rank {rank} of {plan.num_ranks}')
-  held = Counter(s for group in groups for s in group.samples)
+
+
+def _check_samples(plan: Plan, name: str, groups: Sequence[Group]) -> None:
+  """Every sample is in one of these groups, or solo."""
+  held = Counter(s for group in (*groups, *plan.solo) for s in group.samples)
   for sample in range(len(plan.lengths)):
     if held[sample] != 1:
       raise PlanError(
-        f'sample {plan.sample_ids[sample]} is in {held[sample]} {name} groups; it must be in one'
+        f'sample {plan.sample_ids[sample]} is in {held[sample]} {name} or solo groups; it must be in one'
       )
   if len(held) != len(plan.lengths):
     raise PlanError(f'a {name} group names a sample that the plan does not have')
+
+
+def _check_solo(plan: Plan) -> None:
+  """Solo groups are single ranks, each at most once, and only in a mode that knows them."""
+  before = -1
+  for group in plan.solo:
+    if group.size != 1 or not before < group.first_rank < plan.num_ranks:
+      raise PlanError(f'solo {group}: must be one rank of {plan.num_ranks}, in ascending order')
+    before = group.first_rank
+  if plan.solo and plan.mode != 'solve':
+    raise PlanError(f'mode {plan.mode}: only plans of mode solve have solo samples')
 
 
 def _check_nesting(plan: Plan) -> None:

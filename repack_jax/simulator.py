@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from repack_jax import flops
-from repack_jax.config import FULL, RunConfig
+from repack_jax.config import FULL
 from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD, CostModel
 from repack_jax.plan import Plan
 from repack_jax.timing import LayerTimes, PlanTimes, group_max, plan_times
@@ -82,15 +82,23 @@ class Simulated:
     return float(sum(inter.sum() for _, inter in self.sent.values()))
 
 
-def simulate(run: RunConfig, plans: Sequence[Plan], redistribute: bool = False, spans: bool = False) -> Simulated:
+def simulate(
+  cost: CostModel,
+  plans: Sequence[Plan],
+  *,
+  redistribute: bool = False,
+  exchange_chunks: int = 1,
+  spans: bool = False,
+) -> Simulated:
   """Plays one optimizer step: each plan's micro-batch forward and backward, then the update.
 
   Args:
     redistribute: full layers in a layout of their own, reached by a pass (`timing.plan_times`).
+    exchange_chunks: attention's exchanges are cut into this many chunks of heads that overlap its core; the
+      training step does not, which is 1.
     spans: also record every span of every rank, for pictures.
   """
-  cost = CostModel(run.cluster, run.model)
-  player = _Player(run, cost, spans)
+  player = _Player(cost, exchange_chunks, spans)
   for number, plan in enumerate(plans):
     player.micro_batch = number
     player.play(plan_times(plan, cost, redistribute))
@@ -99,8 +107,8 @@ def simulate(run: RunConfig, plans: Sequence[Plan], redistribute: bool = False, 
   lengths = np.array([length for plan in plans for length in plan.lengths], np.int64)
   return Simulated(
     step_s=float(player.clock.max()),
-    model_flops=flops.TRAIN_OVER_FORWARD * float(np.sum(flops.sample_flops(run.model, lengths))),
-    peak_flops_per_s=run.cluster.peak_flops_per_s * run.cluster.num_ranks,
+    model_flops=flops.TRAIN_OVER_FORWARD * float(np.sum(flops.sample_flops(cost.model, lengths))),
+    peak_flops_per_s=cost.cluster.peak_flops_per_s * cost.cluster.num_ranks,
     seconds=player.seconds,
     sent=player.sent,
     spans=player.recorded() if spans else None,
@@ -131,26 +139,29 @@ class _Parameters:
 class _Player:
   """The clocks of a step, and where their time went."""
 
-  def __init__(self, run: RunConfig, cost: CostModel, spans: bool):
-    self.run, self.cost = run, cost
-    self.ranks = run.cluster.num_ranks
+  def __init__(self, cost: CostModel, exchange_chunks: int, spans: bool):
+    self.cost, self.cluster, self.model = cost, cost.cluster, cost.model
+    self.exchange_chunks = exchange_chunks
+    self.ranks = self.cluster.num_ranks
     self.clock = np.zeros(self.ranks)
     self.seconds = {cause: np.zeros(self.ranks) for cause in CAUSES}
     self.sent = {
       cause: (np.zeros(self.ranks), np.zeros(self.ranks))
       for cause in ('full exchange', 'sparse exchange', 'expert exchange', 'redistribution')
     }
-    self.domain_starts = np.arange(0, self.ranks, run.cluster.domain_ranks)
+    self.domain_starts = np.arange(0, self.ranks, self.cluster.domain_ranks)
     self.micro_batch, self.layer, self.backward = 0, -1, False
     self._spans: list[tuple] | None = [] if spans else None
-    self.parameters = _Parameters(np.zeros(run.cluster.domains))
+    self.parameters = _Parameters(np.zeros(self.cluster.domains))
 
   # --- the clocks ---------------------------------------------------------------------------------------
 
   def add(self, cause: str, seconds: np.ndarray) -> None:
     """Every rank spends so long on something."""
     if self._spans is not None:
-      self._spans.append((cause, self.layer, self.micro_batch, self.backward, self.clock.copy(), seconds.copy()))
+      self._spans.append(
+        (cause, self.layer, self.micro_batch, self.backward, self.clock.copy(), seconds.copy())
+      )
     self.seconds[cause] += seconds
     self.clock = self.clock + seconds
 
@@ -182,54 +193,54 @@ class _Player:
 
   def play(self, times: PlanTimes) -> None:
     """Forward and backward pass of one micro-batch."""
-    layers = range(self.run.model.num_layers)
+    layers = range(self.model.num_layers)
     gather_table_s, reduce_table_s = self.cost.table_s()
-    tables = 1 if self.run.model.tie_embeddings else 2
+    tables = 1 if self.model.tie_embeddings else 2
     self.layer, self.backward = -1, False
     layer_gathers_s = [self.cost.gather_s(layer) for layer in layers]
     logits_gather_s = gather_table_s if tables == 2 else 0.0
     self.parameters.to_start = [*layer_gathers_s, logits_gather_s, *reversed(layer_gathers_s)]
     # The embedding is needed at once.
     self._collect(gather_table_s)
-    for _ in range(self.run.simulator.prefetch_layers):
+    for _ in range(self.cluster.prefetch_layers):
       self.parameters.start_next(self._last_s())
-    for layer in layers:
+    for self.layer in layers:
       self._begin()
-      self._forward(times, layer)
+      self._forward(times, self.layer)
     self.layer = -1
     self._begin()
     self._linear('logits', times.kinds['S'], 3 * self.cost.logits_s())
     self.backward = True
     self._reduce(reduce_table_s)
-    for layer in reversed(layers):
+    for self.layer in reversed(layers):
       self._begin()
-      self._backward(times, layer)
-      self._reduce(self.cost.reduce_s(layer))
+      self._backward(times, self.layer)
+      self._reduce(self.cost.reduce_s(self.layer))
     self.layer = -1
     self._reduce(reduce_table_s if tables == 2 else 0.0)
     self._wait_for(self.parameters.free_s, reduce_table_s)
+    if self.cluster.domains > 1:
+      self.meet_all('wait: parameters')
     self.add('parameters', np.full(self.ranks, self.cost.data_reduce_s()))
 
   def _forward(self, times: PlanTimes, layer: int) -> None:
-    of, kind = times.kinds[self.run.model.layer_kinds[layer]], self.run.model.layer_kinds[layer]
-    self.layer = layer
+    of, kind = times.kinds[self.model.layer_kinds[layer]], self.model.layer_kinds[layer]
     if self._enters(layer, -1):
       self._move(of)
     self._linear('projections', of, self.cost.before_s())
     self._attention(of, kind, 1.0)
     self._linear('projections', of, self.cost.after_s(layer))
-    if self.run.model.has_experts(layer):
+    if self.model.has_experts(layer):
       self._experts(times, of, self.cost.routed_s(layer))
     if self._enters(layer, 1):
       self._move(of)
 
   def _backward(self, times: PlanTimes, layer: int) -> None:
-    of, kind = times.kinds[self.run.model.layer_kinds[layer]], self.run.model.layer_kinds[layer]
-    self.layer = layer
+    of, kind = times.kinds[self.model.layer_kinds[layer]], self.model.layer_kinds[layer]
     linear = self.cost.linear_backward
     if self._enters(layer, 1):
       self._move(of)
-    if self.run.model.has_experts(layer):
+    if self.model.has_experts(layer):
       self._experts(times, of, linear * self.cost.routed_s(layer))
     self._linear('projections', of, linear * self.cost.after_s(layer))
     self._attention(of, kind, ATTENTION_BACKWARD_OVER_FORWARD)
@@ -239,7 +250,7 @@ class _Player:
 
   def _enters(self, layer: int, step: int) -> bool:
     """Whether a layout of full layers' own would be entered or left on this side of a layer."""
-    kinds, beside = self.run.model.layer_kinds, layer + step
+    kinds, beside = self.model.layer_kinds, layer + step
     return kinds[layer] == FULL and 0 <= beside < len(kinds) and kinds[beside] != FULL
 
   def _linear(self, cause: str, of: LayerTimes, per_token_s: float) -> None:
@@ -251,7 +262,7 @@ class _Player:
     name = 'full' if kind == FULL else 'sparse'
     exchange, core_s = f'{name} exchange', core_factor * of.core_s
     self.meet(f'wait: {exchange}', of.starts)
-    chunks = self.run.simulator.exchange_chunks
+    chunks = self.exchange_chunks
     if chunks == 1:
       self.add(exchange, of.dispatch_s)
       self.add(f'{name} attention', core_s)
@@ -262,6 +273,7 @@ class _Player:
       longest = np.maximum(core_s, link_s)
       self.add(f'{name} attention', core_s)
       self.add(exchange, longest + (core_s + link_s - longest) / chunks - core_s)
+    self.add(f'{name} attention', core_factor * of.solo_s)
     self._count(exchange, of.attention.intra, of.attention.inter)
 
   def _experts(self, times: PlanTimes, of: LayerTimes, per_token_s: float) -> None:
@@ -292,16 +304,16 @@ class _Player:
   def _begin(self) -> None:
     """Waits for the next layer's parameters, and starts gathering those of the next one to be prefetched."""
     stream = self.parameters
-    if not self.run.simulator.prefetch_layers:
+    if not self.cluster.prefetch_layers:
       stream.start_next(self._last_s())
     seconds, done_s = stream.ahead.pop(0)
     self._wait_for(done_s, seconds)
-    if self.run.simulator.prefetch_layers:
+    if self.cluster.prefetch_layers:
       stream.start_next(self._last_s())
 
   def _reduce(self, reduce_s: float) -> None:
     """Reduces gradients that the last rank has just made; behind the computation, where that is allowed."""
-    if not self.run.simulator.prefetch_layers:
+    if not self.cluster.prefetch_layers:
       self._collect(reduce_s)
       return
     self.parameters.free_s = np.maximum(self.parameters.free_s, self._last_s()) + reduce_s
@@ -313,7 +325,7 @@ class _Player:
 
   def _wait_for(self, done_s: np.ndarray, lasts_s: float) -> None:
     """Every rank waits for its domain's collective; the part while it runs is the parameters' own."""
-    repeat = self.run.cluster.domain_ranks
+    repeat = self.cluster.domain_ranks
     missing = np.maximum(0, np.repeat(done_s, repeat) - self.clock)
     own = np.minimum(missing, lasts_s)
     self.add('wait: parameters', missing - own)

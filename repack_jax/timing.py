@@ -34,6 +34,7 @@ class LayerTimes:
     starts: first ranks of the groups that exchange, int64 [groups].
     group_tokens: what the rank's group holds.
     dispatch_s, combine_s, core_s: the attention's exchanges and core; equal within a group.
+    solo_s: the attention cores of the rank's solo samples.
     routed_tokens: tokens whose experts' work is the rank's.
     expert_exchange_s: one of the experts' two exchanges; equal within a node.
     attention, experts: bytes of both exchanges of either.
@@ -46,6 +47,7 @@ class LayerTimes:
   dispatch_s: np.ndarray
   combine_s: np.ndarray
   core_s: np.ndarray
+  solo_s: np.ndarray
   routed_tokens: np.ndarray
   expert_exchange_s: np.ndarray
   attention: Traffic
@@ -68,7 +70,8 @@ def plan_times(plan: Plan, cost: CostModel, redistribute: bool = False) -> PlanT
   With `redistribute`, full layers run in their parents' own layout instead (each rank of a parent holds an
   equal share of its stream) and a pass of hidden states leads into and out of it: what repacking avoids.
   """
-  kinds = {kind: _layer_times(plan, cost, kind, plan.rank_tokens, plan.capacity_tokens) for kind in (FULL, SPARSE)}
+  kinds = {kind: _layer_times(plan, cost, kind, plan.shared_tokens) for kind in (FULL, SPARSE)}
+  assert not (redistribute and plan.solo), 'only plans of mode repack can be redistributed'
   if redistribute and plan.parents != plan.children:
     kinds[FULL] = _redistributed(plan, cost)
   return PlanTimes(kinds, np.arange(0, plan.num_ranks, plan.ranks_per_node))
@@ -88,20 +91,24 @@ def group_sum(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
   return spread(np.add.reduceat(values, starts), starts, len(values))
 
 
-def group_work(plan: Plan, groups: tuple[Group, ...], work_s: np.ndarray) -> np.ndarray:
+def group_work(groups: tuple[Group, ...], work_s: np.ndarray) -> np.ndarray:
   """The samples' work added up a group, float64 [groups]."""
   members = [s for group in groups for s in group.samples]
   of_group = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
   return np.bincount(of_group, work_s[members], len(groups)) if members else np.zeros(len(groups))
 
 
-def _layer_times(plan: Plan, cost: CostModel, kind: str, tokens: np.ndarray, slots: int) -> LayerTimes:
+def _layer_times(plan: Plan, cost: CostModel, kind: str, shared: np.ndarray) -> LayerTimes:
+  """Times where the ranks hold these tokens of their groups' streams."""
   model, ranks = cost.model, plan.num_ranks
   groups = plan.groups(kind)
   starts = np.array([group.first_rank for group in groups])
   size = np.array([group.size for group in groups])
-  tokens = tokens.astype(np.float64)
-  core_s = group_work(plan, groups, cost.attention_s(np.array(plan.lengths, np.int64), kind)) / size
+  tokens = shared.astype(np.float64)
+  work_s = cost.attention_s(np.array(plan.lengths, np.int64), kind)
+  core_s = group_work(groups, work_s) / size
+  solo_s = np.zeros(ranks)
+  solo_s[[group.first_rank for group in plan.solo]] = group_work(plan.solo, work_s)
   degree = spread(size, starts, ranks)
   node_starts = np.arange(0, ranks, plan.ranks_per_node)
   itemsize = DTYPE_BYTES[model.compute_dtype] * model.head_dim
@@ -119,14 +126,16 @@ def _layer_times(plan: Plan, cost: CostModel, kind: str, tokens: np.ndarray, slo
     return np.where(degree > 1, group_max(seconds, starts), 0.0)
 
   both = dispatch + combine
-  routed, expert_s, sent = _expert_times(plan, cost, tokens, node_starts)
+  held = tokens + (plan.rank_tokens - plan.shared_tokens)
+  routed, expert_s, sent = _expert_times(plan, cost, held, node_starts)
   return LayerTimes(
-    slots=slots,
-    tokens=tokens,
+    slots=plan.capacity_tokens,
+    tokens=held,
     starts=starts,
     dispatch_s=site_s(dispatch),
     combine_s=site_s(combine),
     core_s=spread(core_s, starts, ranks),
+    solo_s=solo_s,
     routed_tokens=routed,
     expert_exchange_s=expert_s,
     attention=Traffic(tokens * (local - 1) * both, tokens * (degree - local) * both),
@@ -154,7 +163,7 @@ def _redistributed(plan: Plan, cost: CostModel) -> LayerTimes:
     total = int(held[parent.first_rank : parent.end_rank].sum())
     edges = np.arange(parent.size + 1) * total // parent.size
     even[parent.first_rank : parent.end_rank] = np.diff(edges)
-  times = _layer_times(plan, cost, FULL, even, plan.capacity_tokens)
+  times = _layer_times(plan, cost, FULL, even)
   row = cost.model.d_model * DTYPE_BYTES[cost.model.compute_dtype]
   move = _moved(held, even, times.starts, plan.ranks_per_node, row)
   back = _moved(even, held, times.starts, plan.ranks_per_node, row)
@@ -192,8 +201,8 @@ def _layer_sorts(cost: CostModel) -> dict[tuple[str, bool], tuple[int, int]]:
 def predicted_s(plan: Plan, cost: CostModel) -> float:
   """Seconds of a micro-batch's layers and logits, forward and backward, if all ranks meet at each layer.
 
-  They do where parameters are gathered a layer at a time and not ahead. This is what the planner minimizes:
-  a closed form of what the simulator plays with `prefetch_layers = 0`, without the parameter collectives.
+  They do where parameters are gathered a layer at a time and not ahead: a closed form of what the simulator
+  plays with `prefetch_layers = 0`, without the parameter collectives.
   """
   times = plan_times(plan, cost)
   total = 3 * times.kinds[SPARSE].slots * cost.logits_s()
@@ -208,12 +217,15 @@ def _layer_s(times: PlanTimes, cost: CostModel, kind: str, layer: int, backward:
   linear = cost.linear_backward if backward else 1.0
   core = ATTENTION_BACKWARD_OVER_FORWARD if backward else 1.0
   attention = of.dispatch_s + core * of.core_s + of.combine_s
+  solo = core * of.solo_s
   experts = 2 * of.expert_exchange_s + linear * of.routed_tokens * cost.routed_s(layer)
+  spread_experts = cost.expert_ranks > 1 and cost.model.has_experts(layer)
   if not cost.model.has_experts(layer):
     experts = 0 * experts
   # Projections run on all slots, so ranks reach each meeting at the same time but for the exchanges' own.
   if backward:
-    both = group_max(experts, of.starts) + attention
+    both = group_max(experts, of.starts) + attention + solo
   else:
-    both = group_max(attention, times.node_starts) + experts
+    attention = attention + solo
+    both = (group_max(attention, times.node_starts) if spread_experts else attention) + experts
   return float(both.max()) + linear * of.slots * (cost.before_s() + cost.after_s(layer))

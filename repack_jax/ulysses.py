@@ -14,11 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from repack_jax.arrays import Route
+from repack_jax.arrays import PADDING_SEGMENT, Route
 from repack_jax.attention import AttentionImpl
 from repack_jax.collectives import Exchange, combine, dispatch, join_rows, split_heads
 
-EXCHANGED = 'exchanged'  # the name of what remat must keep, so that no exchange runs twice
+EXCHANGED = 'exchanged'  # the name of what remat must keep, so that no exchange and no core runs twice
 
 
 def ulysses_attention(
@@ -82,3 +82,40 @@ def _core_bwd(ex, impl, window, residuals, grad):
 
 
 _core.defvjp(_core_fwd, _core_bwd)
+
+
+def solo_attention(
+  impl: AttentionImpl,
+  window: int | None,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segments: jax.Array,
+  route: Route,
+) -> jax.Array:
+  """Attention of a rank's solo samples: q [T, H, D], k and v [T, K, D], segments [T] -> [T, H, D].
+
+  Zero at padding and at what belongs to the group's stream, which comes first on a rank.
+  """
+  shared = jnp.arange(segments.shape[0]) < route.counts[route.place]
+  with jax.named_scope('solo'):
+    return _solo(impl, window, q, k, v, jnp.where(shared, PADDING_SEGMENT, segments))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _solo(impl: AttentionImpl, window: int | None, q, k, v, segments) -> jax.Array:
+  return _solo_fwd(impl, window, q, k, v, segments)[0]
+
+
+def _solo_fwd(impl, window, q, k, v, segments):
+  out, lse = impl.forward(q, k, v, segments, window)
+  out, lse = checkpoint_name(out, EXCHANGED), checkpoint_name(lse, EXCHANGED)
+  return out, (q, k, v, segments, out, lse)
+
+
+def _solo_bwd(impl, window, residuals, grad):
+  q, k, v, segments, out, lse = residuals
+  return (*impl.backward(q, k, v, segments, window, out, lse, grad), None)
+
+
+_solo.defvjp(_solo_fwd, _solo_bwd)

@@ -12,8 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import jax
-
 from repack_jax.checks import ConfigError
 
 
@@ -42,21 +40,17 @@ def run(main: Callable[[], None]) -> None:
 
 
 def machine() -> dict[str, object]:
-  """Names what a benchmark runs on."""
+  """Names what a benchmark runs on: JAX's devices too, where the benchmark has imported JAX."""
   cpu = platform.processor()
   cpuinfo = pathlib.Path('/proc/cpuinfo')
   if cpuinfo.exists():
     names = [line.split(':')[1].strip() for line in cpuinfo.read_text().splitlines() if 'model name' in line]
     cpu = names[0] if names else cpu
-  devices = jax.devices()
-  return {
-    'cpu': cpu,
-    'cores': os.cpu_count(),
-    'device': f'{len(devices)} x {devices[0].device_kind}',
-    'jax': jax.__version__,
-    'python': platform.python_version(),
-    'load_average': round(os.getloadavg()[0], 2),
-  }
+  about: dict[str, object] = {'cpu': cpu, 'cores': os.cpu_count()}
+  if jax := sys.modules.get('jax'):
+    devices = jax.devices()
+    about |= {'device': f'{len(devices)} x {devices[0].device_kind}', 'jax': jax.__version__}
+  return about | {'python': platform.python_version(), 'load_average': round(os.getloadavg()[0], 2)}
 
 
 def measure(programs: Mapping[str, Callable[[], object]], rounds: int, budget_s: float) -> dict[str, float]:
@@ -65,6 +59,8 @@ def measure(programs: Mapping[str, Callable[[], object]], rounds: int, budget_s:
   A round runs every program in turn, so that a drift of the machine's speed meets all alike. No round
   starts after `budget_s`.
   """
+  import jax  # not for the benchmarks of the host alone
+
   times_s: dict[str, list[float]] = {name: [] for name in programs}
   for program in programs.values():
     jax.block_until_ready(program())
@@ -88,14 +84,19 @@ def report(title: str, rows: Sequence[Mapping[str, object]], json_file: pathlib.
   """Prints the machine and a table with a row a case; writes both as JSON where a file is given."""
   about = machine()
   print(f'{title}\n' + ', '.join(f'{key} {value}' for key, value in about.items()) + '\n')
+  print_table(rows)
+  if json_file:
+    json_file.write_text(json.dumps({'machine': about, 'results': list(rows)}, indent=2) + '\n')
+
+
+def print_table(rows: Sequence[Mapping[str, object]]) -> None:
+  """Prints a row a case; a column that a row lacks stays empty."""
   columns = list(dict.fromkeys(key for row in rows for key in row))
   cells = [[_text(row.get(column, '')) for column in columns] for row in rows]
   widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
   for line in (columns, *cells):
     first, *rest = [cell.rjust(width) for cell, width in zip(line, widths, strict=True)]
     print('  '.join([first.strip().ljust(widths[0]), *rest]))
-  if json_file:
-    json_file.write_text(json.dumps({'machine': about, 'results': list(rows)}, indent=2) + '\n')
 
 
 def _text(value: object) -> str:

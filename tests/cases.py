@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from repack_jax.plan import Group, Plan
@@ -16,8 +18,12 @@ def random_plan(
   domain_ranks: int | None = None,
   fill: float = 0.8,
   wide_children: float = 0.2,
+  solo: float = 0.0,
 ) -> Plan:
-  """A random legal plan: random tilings, skewed sample lengths, some empty groups, some full ones."""
+  """A random legal plan: random tilings, skewed sample lengths, some empty groups, some full ones.
+
+  With `solo`, that share of the ranks fill what their child leaves them with samples of their own.
+  """
   domain_ranks = domain_ranks or num_ranks
   parents, children, lengths = [], [], []
 
@@ -46,8 +52,22 @@ def random_plan(
         children.append(Group(child_first, child_size, tuple(samples)))
         stream += samples
       parents.append(Group(first, size, tuple(stream)))
+  plan = Plan(
+    tuple(range(len(lengths))), tuple(lengths), tuple(parents), tuple(children), 'solve' if solo else 'repack',
+    capacity_tokens, num_ranks, domain_ranks, min(ranks_per_node, domain_ranks),
+  )  # fmt: skip
+  return _with_solo(rng, plan, solo).validate()
+
+
+def _with_solo(rng: np.random.Generator, plan: Plan, share: float) -> Plan:
+  """One or two solo samples on that share of the ranks, as far as there is room."""
+  groups, lengths = [], list(plan.lengths)
+  for rank, held in enumerate(plan.rank_tokens):
+    room = plan.capacity_tokens - int(held)
+    if room and rng.random() < share:
+      first = int(rng.integers(1, room + 1))
+      own = [first, room - first] if rng.random() < 0.5 and first < room else [first]
+      groups.append(Group(rank, 1, tuple(range(len(lengths), len(lengths) + len(own)))))
+      lengths += own
   ids = tuple(range(len(lengths)))
-  return Plan(
-    ids, tuple(lengths), tuple(parents), tuple(children), 'repack', capacity_tokens, num_ranks,
-    domain_ranks, min(ranks_per_node, domain_ranks),
-  ).validate()  # fmt: skip
+  return dataclasses.replace(plan, sample_ids=ids, lengths=tuple(lengths), solo=tuple(groups))

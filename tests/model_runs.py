@@ -13,8 +13,6 @@ from models.step import Sums, TrainStep
 from repack_jax import mesh
 from repack_jax.arrays import PlanArrays, pack
 from repack_jax.config import (
-  FULL,
-  SPARSE,
   ClusterConfig,
   DataConfig,
   ModelConfig,
@@ -42,8 +40,9 @@ def run_config(
   nodes, ranks_per_node = MESHES[ranks]
   return RunConfig(
     cluster=ClusterConfig(
-      nodes=nodes, ranks_per_node=ranks_per_node, platform='cpu', matmul_flops_per_s=2e9, attention_flops_per_s=2e9,
-      intra_node_bytes_per_s=1e8, inter_node_bytes_per_s=2e7,
+      nodes=nodes, ranks_per_node=ranks_per_node, platform='cpu', matmul_flops_per_s=2e9,
+      attention_flops_per_s=2e8, intra_node_bytes_per_s=1e8, inter_node_bytes_per_s=2e7,
+      intra_node_latency_s=0, inter_node_latency_s=0,
     ),
     model=model,
     data=DataConfig(max_document_tokens=slots, batch_tokens=slots),

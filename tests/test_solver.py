@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from repack_jax.solver.children import slowest_child_s
+from repack_jax.solver.placement import place
 
 from repack_jax.config import FULL, MODES, SPARSE, ClusterConfig, ModelConfig, PlannerConfig
 from repack_jax.cost import CostModel, cross_node_bytes
 from repack_jax.plan import Group, Plan, PlanError
 from repack_jax.solver import SampleTooLong, solve, static_degree
-from repack_jax.solver.children import slowest_child_s
-from repack_jax.solver.placement import place
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ModelConfig(num_heads=32, num_kv_heads=4)

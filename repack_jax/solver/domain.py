@@ -12,19 +12,23 @@ from repack_jax.plan import Group
 from repack_jax.solver import search
 
 # Effort. Short samples are searched in bundles of a rank's mean share over _BUNDLES, and placed one by one only
-# in the end; the others bound how many layouts are judged.
+# in the end; the others bound how many layouts are judged, more of them where there are few samples.
 _BUNDLES = 8
 _MOST_SINGLE = 64
 _ROUNDS = 60
-_IMPROVE_LAYOUTS = 12_000
+_FEW_SAMPLES = 64
+# With parameters gathered ahead, ranks drift apart, but not by more than that: between the two extremes.
+_MEETING_AHEAD = 0.0
+_MANY_LAYOUTS, _FEW_LAYOUTS = 20_000, 1_500
 
 
 @dataclass(frozen=True)
 class Layouts:
-  """Parents and children of a domain, ranks counted from its first, samples as in the batch."""
+  """Parents, children and solo groups of a domain, ranks counted from its first, samples as in the batch."""
 
   parents: list[Group]
   children: list[Group]
+  solo: list[Group]
 
 
 class Domain:
@@ -44,37 +48,38 @@ class Domain:
 
   def static(self, degree: int) -> Layouts | None:
     """Groups of one degree for everything; None where the samples don't fit."""
-    degrees = np.full(len(self.samples), degree)
-    parents, children = self._empty(), self._empty()
-    fits = search.lay_out(self._problem, False, degrees, degrees, parents, children) < np.inf
-    return self._layouts(parents, children) if fits else None
+    degrees, layout = np.full(len(self.samples), degree), self._empty()
+    loads = self._problem.step_loads
+    fits = search.lay_out(self._problem, False, loads, degrees, degrees, layout) < np.inf
+    return self._layouts(layout) if fits else None
 
   def parents(self) -> search.Groups | None:
     """The best groups of mixed degrees with all layers alike; None where the samples don't fit."""
-    found = self._search(False, None)
-    return found and found[0]
+    found = self._search(repack=False)
+    return found and found.children
 
   def disabled(self, parents: search.Groups) -> Layouts:
     """Every layer in the parents' layout."""
-    return self._layouts(parents, parents)
+    groups = self._groups(parents.of, parents)
+    return Layouts(groups, groups, [])
 
   def repack(self, parents: search.Groups) -> Layouts:
     """Children inside given parents."""
-    found = self._search(True, parents)
+    found = self._search(repack=True, given=parents)
     assert found is not None, 'a parent can always be its own child'
-    return self._layouts(*found)
+    return self._layouts(found)
 
   def solve(self) -> Layouts | None:
-    """Parents chosen for their children."""
-    found = self._search(True, None)
-    return found and self._layouts(*found)
+    """Solo samples, and for the rest parents chosen for their children."""
+    found = self._search(repack=True, use_solo=True)
+    return found and self._layouts(found)
 
-  def _empty(self) -> search.Groups:
-    return search.empty_groups(self._problem.ranks, len(self.samples))
+  def _empty(self) -> search.Layout:
+    return search.empty_layout(self._problem.ranks, len(self.samples))
 
   def _search(
-    self, repack: bool, given: search.Groups | None
-  ) -> tuple[search.Groups, search.Groups] | None:
+    self, repack: bool, use_solo: bool = False, given: search.Groups | None = None
+  ) -> search.Layout | None:
     """Searches over bundles, places every sample by the degrees found, then moves single samples."""
     problem = self._problem
     bundle_of, few = _bundled(problem, None if given is None else given.of)
@@ -83,28 +88,36 @@ class Domain:
       search.copy_groups(given._replace(of=few_parents.of), few_parents)
       few_parents.of[bundle_of] = given.of
     degree, child_degree = np.ones((2, len(few.tokens)), np.int64)
-    search.search(few, repack, few_parents, self._widest, _ROUNDS, degree, child_degree)
-    parents, children = self._empty(), self._empty()
+    by_step = search.search(few, repack, use_solo, few_parents, self._widest, _ROUNDS, degree, child_degree)
+    loads = problem.step_loads if by_step else problem.layer_loads
+    layout = self._empty()
+    child_degrees = child_degree[bundle_of]
     widest = np.full(len(self.samples), self._widest)
     if given is not None:
-      search.copy_groups(given, parents)
-      search.lay_out_children(problem, repack, child_degree[bundle_of], parents, children)
+      search.copy_groups(given, layout.parents)
+      search.lay_out_children(problem, repack, widest, child_degrees, layout)
     elif all(
-      search.lay_out(problem, repack, degrees, child_degree[bundle_of], parents, children) == np.inf
+      search.lay_out(problem, repack, loads, degrees, child_degrees, layout) == np.inf
       for degrees in (degree[bundle_of], widest)
     ):
       return None
-    search.improve(problem, given is not None, _IMPROVE_LAYOUTS, parents, children)
-    return (parents, children) if repack else (children, children)
+    budget = _MANY_LAYOUTS if len(self.samples) <= _FEW_SAMPLES else _FEW_LAYOUTS
+    search.improve(problem, given is not None, budget, layout)
+    return layout
 
-  def _layouts(self, parents: search.Groups, children: search.Groups) -> Layouts:
-    return Layouts(self._groups(parents), self._groups(children))
+  def _layouts(self, layout: search.Layout) -> Layouts:
+    groups = (self._groups(found.of, found) for found in (layout.parents, layout.children))
+    ranks = np.arange(self._problem.ranks)
+    alone = self._groups(
+      layout.solo.of, search.Groups(ranks, np.ones_like(ranks), *[ranks] * 3, ranks[-1:] + 1)
+    )
+    return Layouts(*groups, [group for group in alone if group.samples])
 
-  def _groups(self, found: search.Groups) -> list[Group]:
+  def _groups(self, of: np.ndarray, found: search.Groups) -> list[Group]:
     count = int(found.count[0])
-    members = np.argsort(found.of, kind='stable')
-    edges = np.cumsum(np.bincount(found.of, minlength=count))
-    parts = np.split(self.samples[members], edges[:-1])
+    members = np.argsort(of, kind='stable')
+    edges = np.cumsum(np.bincount(of + 1, minlength=count + 1))  # the first are in none of these
+    parts = np.split(self.samples[members], edges[:-1])[1:]
     return [
       Group(int(first), int(size), tuple(part.tolist()))
       for first, size, part in zip(found.first[:count], found.size[:count], parts, strict=True)
@@ -120,13 +133,28 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> searc
   degrees = 2 ** np.arange(cluster.domain_ranks.bit_length())
   peer_bytes = 2.0 * bytes_per_peer(model, np.minimum(degrees, model.num_heads))
   routed_s = sum(cost.routed_s(layer) for layer in layers) / model.num_layers
+  full_s, sparse_s = (attention * cost.attention_s(tokens, kind) for kind in (FULL, SPARSE))
+  of_kind = {kind: model.layer_kinds.count(kind) for kind in (FULL, SPARSE)}
+  step_s = of_kind[FULL] * full_s + of_kind[SPARSE] * sparse_s + tokens * both * routed_s * model.num_layers
+  shares = (
+    tokens / tokens.mean(),
+    full_s / full_s.mean(),
+    sparse_s / sparse_s.mean(),
+    step_s / step_s.mean(),
+  )
+  token_share, full_share, sparse_share, step_share = shares if len(tokens) else (tokens,) * 4
   expert_bytes = 4 * cost.expert_bytes_per_token() * any(model.has_experts(layer) for layer in layers)
   return search.Problem(
     tokens=tokens.astype(np.float64),
-    full_s=attention * cost.attention_s(tokens, FULL),
-    sparse_s=attention * cost.attention_s(tokens, SPARSE),
+    full_s=full_s,
+    sparse_s=sparse_s,
+    step_s=step_s,
+    layer_loads=np.stack([full_share, token_share], axis=1),
+    step_loads=np.stack([step_share, step_share], axis=1),
+    child_loads=np.stack([sparse_share, token_share], axis=1),
     ranks=cluster.domain_ranks,
     node_ranks=cluster.ranks_per_node,
+    node_of=np.arange(cluster.domain_ranks) // cluster.ranks_per_node,
     capacity=float(capacity_tokens),
     intra_s=peer_bytes / cluster.intra_node_bytes_per_s,
     inter_s=peer_bytes / cluster.inter_node_bytes_per_s,
@@ -135,8 +163,9 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> searc
     routed_s=both * routed_s,
     routed_spread=cost.expert_ranks > 1,
     expert_exchange_s=expert_bytes / cluster.intra_node_bytes_per_s,
-    full_layers=model.layer_kinds.count(FULL),
-    sparse_layers=model.layer_kinds.count(SPARSE),
+    full_layers=of_kind[FULL],
+    sparse_layers=of_kind[SPARSE],
+    meeting=_MEETING_AHEAD if cluster.prefetch_layers else 1.0,
   )
 
 
@@ -150,9 +179,24 @@ def _bundled(problem: search.Problem, parent_of: np.ndarray | None) -> tuple[np.
     parent = np.zeros(samples - single, np.int64) if parent_of is None else parent_of[single:]
     order = np.argsort(parent, kind='stable')
     filled = np.cumsum(problem.tokens[single:][order]) // limit
-    fresh = (np.diff(filled, prepend=filled[0]) != 0) | (np.diff(parent[order], prepend=parent[order][0]) != 0)
+    fresh = (np.diff(filled, prepend=filled[0]) != 0) | (
+      np.diff(parent[order], prepend=parent[order][0]) != 0
+    )
     bundle_of[single + order] = single + np.cumsum(fresh)
   count = int(bundle_of.max(initial=-1)) + 1
-  sums = (np.bincount(bundle_of, values, count) for values in (problem.tokens, problem.full_s, problem.sparse_s))
-  tokens, full_s, sparse_s = sums
-  return bundle_of, problem._replace(tokens=tokens, full_s=full_s, sparse_s=sparse_s)
+
+  def summed(values: np.ndarray) -> np.ndarray:
+    return np.bincount(bundle_of, values, count)
+
+  def summed_loads(loads: np.ndarray) -> np.ndarray:
+    return np.stack([summed(loads[:, i]) for i in range(2)], axis=1)
+
+  return bundle_of, problem._replace(
+    tokens=summed(problem.tokens),
+    full_s=summed(problem.full_s),
+    sparse_s=summed(problem.sparse_s),
+    step_s=summed(problem.step_s),
+    layer_loads=summed_loads(problem.layer_loads),
+    step_loads=summed_loads(problem.step_loads),
+    child_loads=summed_loads(problem.child_loads),
+  )

@@ -1,7 +1,7 @@
 """The inner loops of the planner, compiled: placing samples in groups and judging a layout of one domain.
 
-A layout is judged by the predicted seconds of a micro-batch whose ranks meet at every layer, as in
-`timing.predicted_s`, but with tokens as divisible and both passes taken together. Everything is sequential
+A layout is judged by a closed form of what the simulator plays, with tokens as divisible and both passes
+taken together. Everything is sequential
 float64 arithmetic in a fixed order, so every host gets the same result.
 
 Samples are numbered within the domain, longest first. Groups are arrays: `first`, `size` and sums over their
@@ -21,6 +21,8 @@ EVENNESS = 1e-3
 # A sample's degree is the smallest at which its share of a rank is at most so many times the mean; 0 asks for
 # the widest, 1e9 for the smallest that holds it.
 LIMITS = (1.0, 1.1, 1.3, 1.7, 2.5, 5.0, 1e9, 0.0)
+# Samples of up to so many times a rank's mean tokens are solo.
+SOLO_LIMITS = (1.2, 0.9, 0.6, 0.3, 0.0)
 
 _compiled = njit(cache=True, nogil=True, error_model='numpy')
 
@@ -30,20 +32,30 @@ class Problem(NamedTuple):
 
   Attributes:
     tokens, full_s, sparse_s: float64 [samples], each sample's tokens and attention in one layer of each kind.
+    step_s: float64 [samples], all of a sample's work in a step but projections and logits.
+    layer_loads, step_loads, child_loads: float64 [samples, 2], what parents balance where ranks meet at each
+      layer (full attention and tokens, over their means) and where they don't (all seconds), and children.
     ranks, node_ranks, capacity: of the domain, of a node, token slots of a rank.
+    node_of: int64 [ranks].
     intra_s, inter_s: float64 [degrees], per token and peer over either link, by log2 of the degree.
     latency_s: float64 [degrees], of all exchanges of a layer.
     own_s: per token and over all layers, what runs where the token lies.
     routed_s: per token and layer, its experts. routed_spread: whether a node shares them.
     expert_exchange_s: per token and layer, the experts' exchanges.
     full_layers, sparse_layers: how many there are.
+    meeting: 1 where all ranks of the domain meet at each layer, 0 where only those that exchange do.
   """
 
   tokens: np.ndarray
   full_s: np.ndarray
   sparse_s: np.ndarray
+  step_s: np.ndarray
+  layer_loads: np.ndarray
+  step_loads: np.ndarray
+  child_loads: np.ndarray
   ranks: int
   node_ranks: int
+  node_of: np.ndarray
   capacity: float
   intra_s: np.ndarray
   inter_s: np.ndarray
@@ -54,6 +66,7 @@ class Problem(NamedTuple):
   expert_exchange_s: float
   full_layers: int
   sparse_layers: int
+  meeting: float
 
 
 class Groups(NamedTuple):
@@ -71,12 +84,35 @@ class Groups(NamedTuple):
   count: np.ndarray
 
 
+class Solo(NamedTuple):
+  """Samples on single ranks, in no group: `of` int64 [samples], the rank or -1; sums float64 [ranks] over them."""
+
+  tokens: np.ndarray
+  full_s: np.ndarray
+  sparse_s: np.ndarray
+  of: np.ndarray
+
+
+class Layout(NamedTuple):
+  """Where each sample of a domain is: solo, or in a parent and a child."""
+
+  parents: Groups
+  children: Groups
+  solo: Solo
+
+
 @_compiled
 def empty_groups(ranks, samples):
   return Groups(
     np.zeros(ranks, np.int64), np.zeros(ranks, np.int64), np.zeros(ranks), np.zeros(ranks),
     np.full(samples, -1, np.int64), np.zeros(1, np.int64),
   )  # fmt: skip
+
+
+@_compiled
+def empty_layout(ranks, samples):
+  solo = Solo(np.zeros(ranks), np.zeros(ranks), np.zeros(ranks), np.full(samples, -1, np.int64))
+  return Layout(empty_groups(ranks, samples), empty_groups(ranks, samples), solo)
 
 
 @_compiled
@@ -99,40 +135,45 @@ def log2(size):
 
 
 @_compiled
-def place(tokens, work_s, degree, inside, first, ranks, capacity, mean_tokens, mean_work_s, out):
+def place(problem, loads, degree, inside, first, ranks, work_s, out):
   """Appends groups that tile `ranks` ranks from `first` and hold the samples with `inside`.
 
-  Widest first, then longest: into the group that stays least loaded, by the worse of tokens and work over
-  their means, or a new one where that is no worse. Returns False where a sample finds no room.
+  Widest first, then longest: into the group that stays least loaded, or a new one where that is no worse.
+
+  Args:
+    loads: float64 [samples, 2], what to balance; a group is as loaded as the worse of the two.
+    degree: int64 [samples], the size of group that a sample needs at least; 0 leaves it out.
+    work_s: what the groups' work_s adds up.
+
+  Returns False where a sample finds no room.
   """
+  tokens, capacity = problem.tokens, problem.capacity
   begin = out.count[0]
   end = begin
-  free = first
-  last = first + ranks
+  free, last = first, first + ranks
+  held = np.zeros((ranks, 2))
   p = ranks
   while p >= 1:
     for s in range(len(tokens)):
       if not inside[s] or degree[s] != p:
         continue
       best = -1
-      best_score = np.inf
+      best_load = np.inf
       for g in range(begin, end):
         if out.tokens[g] + tokens[s] <= out.size[g] * capacity:
-          score = max(
-            (out.work_s[g] + work_s[s]) / (out.size[g] * mean_work_s),
-            (out.tokens[g] + tokens[s]) / (out.size[g] * mean_tokens),
-          )
-          if score < best_score:
-            best, best_score = g, score
-      if free + p <= last and tokens[s] <= p * capacity:
-        alone = max(work_s[s] / (p * mean_work_s), tokens[s] / (p * mean_tokens))
-        if alone <= best_score:
-          best = end
-          out.first[end], out.size[end], out.tokens[end], out.work_s[end] = free, p, 0.0, 0.0
-          end += 1
-          free += p
+          i = g - begin
+          load = max(held[i, 0] + loads[s, 0], held[i, 1] + loads[s, 1]) / out.size[g]
+          if load < best_load:
+            best, best_load = g, load
+      if free + p <= last and tokens[s] <= p * capacity and max(loads[s, 0], loads[s, 1]) / p <= best_load:
+        best = end
+        out.first[end], out.size[end], out.tokens[end], out.work_s[end] = free, p, 0.0, 0.0
+        end += 1
+        free += p
       if best < 0:
         return False
+      held[best - begin, 0] += loads[s, 0]
+      held[best - begin, 1] += loads[s, 1]
       out.tokens[best] += tokens[s]
       out.work_s[best] += work_s[s]
       out.of[s] = best
@@ -173,15 +214,22 @@ def _wide_exchange_s(problem, size, first, most, rank_tokens, total):
 
 
 @_compiled
-def judge(problem, parents, children, critical):
+def judge(problem, layout, critical):
   """Predicted seconds of a layout of the domain.
 
-  `critical` int64 [3] receives the nodes that decide: by tokens of a rank, in full and in sparse layers.
+  Ranks that meet (of a parent; of a node too where it shares experts) are as slow as their slowest in each
+  layer. Those that don't are as slow as the slowest in all layers together where parameters are gathered
+  ahead, and in each layer where they are not; `problem.meeting` weighs the two.
+
+  `critical` int64 [4] receives the nodes that decide: by tokens of a rank, in full layers, in sparse ones, in all.
   """
+  parents, children, solo = layout
   ranks, node = problem.ranks, problem.node_ranks
   nodes = ranks // node
-  rank_tokens = np.zeros(ranks)
-  full_s, sparse_s, node_tokens, most = np.zeros(nodes), np.zeros(nodes), np.zeros(nodes), np.zeros(nodes)
+  shared, rank_sparse_s = np.zeros(ranks), np.zeros(ranks)
+  experts, most = np.zeros(nodes), np.zeros(nodes)
+  slowest, squares = 0.0, 0.0
+  rank_routed_s = 0.0 if problem.routed_spread else problem.routed_s
   for c in range(children.count[0]):
     first, size = children.first[c], children.size[c]
     held = children.tokens[c] / size
@@ -193,53 +241,62 @@ def judge(problem, parents, children, critical):
         (local - 1) * problem.intra_s[j], (size - local) * problem.inter_s[j]
       )
     for r in range(first, first + size):
-      rank_tokens[r] = held
-      n = r // node
-      node_tokens[n] += held
-      most[n] = max(most[n], held)
-      sparse_s[n] = max(sparse_s[n], seconds)
+      n = problem.node_of[r]
+      shared[r] = held
+      every = held + solo.tokens[r]
+      rank_sparse_s[r] = seconds + solo.sparse_s[r] + every * rank_routed_s
+      experts[n] += every
+      most[n] = max(most[n], every)
+      squares += every * every
+      if every > slowest:
+        slowest, critical[0] = every, n
+  if problem.routed_spread:
+    for n in range(nodes):
+      experts[n] = experts[n] / node * problem.routed_s + most[n] * problem.expert_exchange_s
+  full, sparse, both = 0.0, 0.0, 0.0
+  met_full, met_sparse, met_until = 0.0, 0.0, 0
+  both_squares = 0.0
   for g in range(parents.count[0]):
     first, size = parents.first[g], parents.size[g]
-    seconds = parents.work_s[g] / size
-    if size > 1:
-      total = 0.0
-      longest = 0.0
-      for r in range(first, first + size):
-        total += rank_tokens[r]
-        longest = max(longest, rank_tokens[r])
-      seconds += _wide_exchange_s(problem, size, first, longest, rank_tokens, total)
-    for n in range(first // node, (first + size - 1) // node + 1):
-      full_s[n] = max(full_s[n], seconds)
-  slowest, full, sparse = 0.0, 0.0, 0.0
-  squares, full_squares, sparse_squares = 0.0, 0.0, 0.0
-  for r in range(ranks):
-    squares += rank_tokens[r] * rank_tokens[r]
-  for n in range(nodes):
+    total, longest, sparse_s, alone_s = 0.0, 0.0, 0.0, 0.0
+    for r in range(first, first + size):
+      total += shared[r]
+      longest = max(longest, shared[r])
+      sparse_s = max(sparse_s, rank_sparse_s[r])
+      alone_s = max(alone_s, solo.full_s[r] + (shared[r] + solo.tokens[r]) * rank_routed_s)
+    full_s = parents.work_s[g] / size + alone_s
+    if size > 1 and total > 0:
+      full_s += _wide_exchange_s(problem, size, first, longest, shared, total)
+    n = problem.node_of[first]
     if problem.routed_spread:
-      experts = node_tokens[n] / node * problem.routed_s + most[n] * problem.expert_exchange_s
+      slow = 0.0
+      for m in range(n, problem.node_of[first + size - 1] + 1):
+        slow = max(slow, experts[m])
+      full_s += slow
+      sparse_s += slow
+    if full_s > full:
+      full, critical[1] = full_s, n
+    if sparse_s > sparse:
+      sparse, critical[2] = sparse_s, n
+    if problem.routed_spread and first < met_until:  # another parent of the same node
+      met_full, met_sparse = max(met_full, full_s), max(met_sparse, sparse_s)
     else:
-      experts = most[n] * problem.routed_s
-    if most[n] > slowest:
-      slowest, critical[0] = most[n], n
-    full_squares += (full_s[n] + experts) ** 2
-    sparse_squares += (sparse_s[n] + experts) ** 2
-    if full_s[n] + experts > full:
-      full, critical[1] = full_s[n] + experts, n
-    if sparse_s[n] + experts > sparse:
-      sparse, critical[2] = sparse_s[n] + experts, n
+      met_full, met_sparse = full_s, sparse_s
+    met_until = (problem.node_of[first + size - 1] + 1) * node
+    together = problem.full_layers * met_full + problem.sparse_layers * met_sparse
+    both_squares += size * together * together
+    if together > both:
+      both, critical[3] = together, n
   if slowest == 0.0:
     return 0.0
-  seconds = slowest * problem.own_s + problem.full_layers * full + problem.sparse_layers * sparse
-  evenness = (
-    squares / (ranks * slowest) * problem.own_s
-    + problem.full_layers * full_squares / (nodes * max(full, 1e-30))
-    + problem.sparse_layers * sparse_squares / (nodes * max(sparse, 1e-30))
-  )
+  meeting_s = problem.full_layers * full + problem.sparse_layers * sparse
+  seconds = slowest * problem.own_s + problem.meeting * meeting_s + (1 - problem.meeting) * both
+  evenness = squares / (ranks * slowest) * problem.own_s + both_squares / (ranks * max(both, 1e-30))
   return seconds + EVENNESS * evenness
 
 
 @_compiled
-def children_inside(problem, parents, g, degree, mean_tokens, mean_sparse_s, out):
+def children_inside(problem, parents, g, degree, out):
   """Appends the children of parent g: node-local ones by the samples' degrees. False where they don't fit."""
   samples = len(problem.tokens)
   first, size = parents.first[g], parents.size[g]
@@ -248,7 +305,7 @@ def children_inside(problem, parents, g, degree, mean_tokens, mean_sparse_s, out
   load = np.zeros(blocks)
   node_of = np.full(samples, -1, np.int64)
   for s in range(samples):
-    if parents.of[s] != g:
+    if parents.of[s] != g:  # of another parent, or solo
       continue
     best = -1
     for b in range(blocks):
@@ -261,11 +318,10 @@ def children_inside(problem, parents, g, degree, mean_tokens, mean_sparse_s, out
     load[best] += problem.tokens[s]
   limited = np.minimum(degree, block)
   for b in range(blocks):
-    ok = place(
-      problem.tokens, problem.sparse_s, limited, node_of == b, first + b * block, block, problem.capacity,
-      mean_tokens, mean_sparse_s, out,
-    )  # fmt: skip
-    if not ok:
+    inside = node_of == b
+    if not place(
+      problem, problem.child_loads, limited, inside, first + b * block, block, problem.sparse_s, out
+    ):
       return False
   return True
 
@@ -284,57 +340,113 @@ def append_wide(problem, parents, g, out):
 
 
 @_compiled
-def make_children(problem, parents, degree, mean_tokens, mean_sparse_s, wide, out):
+def make_children(problem, parents, degree, wide, out):
   """Children of all parents; those with `wide` set, and those whose samples fit no other way, stay wide."""
   out.count[0] = 0
   for g in range(parents.count[0]):
     begin = out.count[0]
-    if not wide[g] and children_inside(problem, parents, g, degree, mean_tokens, mean_sparse_s, out):
+    if not wide[g] and children_inside(problem, parents, g, degree, out):
       continue
     out.count[0] = begin
     append_wide(problem, parents, g, out)
 
 
 @_compiled
-def lay_out(problem, repack, degree, child_degree, parents, children):
-  """Parents by `degree`, and inside them children by `child_degree` (the parents themselves unless `repack`).
+def lay_out(problem, repack, loads, degree, child_degree, layout):
+  """Parents by `degree`, balancing `loads`; in them children by `child_degree` (themselves unless `repack`); solo.
 
   Returns the judged seconds; infinity where the samples don't fit.
   """
-  samples = len(problem.tokens)
-  mean_tokens = max(problem.tokens.sum() / problem.ranks, 1e-30)
-  mean_full_s = max(problem.full_s.sum() / problem.ranks, 1e-30)
-  parents.count[0] = 0
-  fits = place(
-    problem.tokens, problem.full_s, degree, np.ones(samples, np.bool_), 0, problem.ranks, problem.capacity,
-    mean_tokens, mean_full_s, parents,
-  )  # fmt: skip
-  if not fits:
+  layout.parents.count[0] = 0
+  layout.parents.of[:] = -1
+  everything = np.ones(len(problem.tokens), np.bool_)
+  if not place(problem, loads, degree, everything, 0, problem.ranks, problem.full_s, layout.parents):
     return np.inf
-  return lay_out_children(problem, repack, child_degree, parents, children)
+  return lay_out_children(problem, repack, degree, child_degree, layout)
 
 
 @_compiled
-def lay_out_children(problem, repack, child_degree, parents, children):
-  """Children inside given parents; a parent across nodes stays wide where that is judged faster."""
-  mean_tokens = max(problem.tokens.sum() / problem.ranks, 1e-30)
-  mean_sparse_s = max(problem.sparse_s.sum() / problem.ranks, 1e-30)
-  critical = np.zeros(3, np.int64)
+def lay_out_children(problem, repack, degree, child_degree, layout):
+  """Children inside given parents, then solo samples; a parent across nodes stays wide where that is faster."""
+  critical = np.zeros(4, np.int64)
+  parents, children = layout.parents, layout.children
   wide = np.full(parents.count[0], not repack)
-  make_children(problem, parents, child_degree, mean_tokens, mean_sparse_s, wide, children)
-  best = judge(problem, parents, children, critical)
-  if repack:
-    for g in range(parents.count[0]):
-      if parents.size[g] > problem.node_ranks:
-        wide[g] = True
-        make_children(problem, parents, child_degree, mean_tokens, mean_sparse_s, wide, children)
-        seconds = judge(problem, parents, children, critical)
-        if seconds < best:
-          best = seconds
-        else:
-          wide[g] = False
-    make_children(problem, parents, child_degree, mean_tokens, mean_sparse_s, wide, children)
+  best, best_g = np.inf, -1
+  for g in range(-1, parents.count[0]):  # all narrow, then one after the other wide
+    if g >= 0:
+      if not repack or parents.size[g] <= problem.node_ranks:
+        continue
+      wide[g] = True
+    children.of[:] = -1
+    make_children(problem, parents, child_degree, wide, children)
+    seconds = np.inf
+    if fill_solo(problem, degree, layout):
+      seconds = judge(problem, layout, critical)
+    if seconds < best:
+      best, best_g = seconds, g
+    elif g >= 0:
+      wide[g] = False
+  children.of[:] = -1
+  make_children(problem, parents, child_degree, wide, children)
+  if not fill_solo(problem, degree, layout):
+    return np.inf
   return best
+
+
+@_compiled
+def fill_solo(problem, degree, layout):
+  """Samples of degree 0, longest first, to the rank with the least to do. False where one finds no room.
+
+  To do is the worse of all seconds of a step and of the tokens at their mean price.
+  """
+  parents, children, solo = layout
+  solo.of[:] = -1
+  solo.tokens[:] = 0.0
+  solo.full_s[:] = 0.0
+  solo.sparse_s[:] = 0.0
+  if degree.min() > 0:
+    return True
+  held, busy_s = np.zeros(problem.ranks), np.zeros(problem.ranks)
+  for c in range(children.count[0]):
+    size = children.size[c]
+    tokens = children.tokens[c] / size
+    seconds = children.work_s[c] / size
+    if size > 1:
+      j, local = log2(size), min(size, problem.node_ranks)
+      seconds += tokens * max((local - 1) * problem.intra_s[j], (size - local) * problem.inter_s[j])
+    for r in range(children.first[c], children.first[c] + size):
+      held[r] = tokens
+      busy_s[r] = problem.sparse_layers * seconds
+  layers = problem.full_layers + problem.sparse_layers
+  for g in range(parents.count[0]):
+    size, longest, total = parents.size[g], 0.0, 0.0
+    for r in range(parents.first[g], parents.first[g] + size):
+      longest = max(longest, held[r])
+      total += held[r]
+    seconds = parents.work_s[g] / size
+    if size > 1 and total > 0:
+      seconds += _wide_exchange_s(problem, size, parents.first[g], longest, held, total)
+    for r in range(parents.first[g], parents.first[g] + size):
+      busy_s[r] += problem.full_layers * seconds + layers * held[r] * problem.routed_s
+  price = problem.step_s.sum() / problem.tokens.sum()
+  for s in range(len(problem.tokens)):
+    if degree[s] != 0:
+      continue
+    best, best_load = -1, np.inf
+    for r in range(problem.ranks):
+      if held[r] + problem.tokens[s] <= problem.capacity:
+        load = max(busy_s[r] + problem.step_s[s], (held[r] + problem.tokens[s]) * price)
+        if load < best_load:
+          best, best_load = r, load
+    if best < 0:
+      return False
+    held[best] += problem.tokens[s]
+    busy_s[best] += problem.step_s[s]
+    solo.of[s] = best
+    solo.tokens[best] += problem.tokens[s]
+    solo.full_s[best] += problem.full_s[s]
+    solo.sparse_s[best] += problem.sparse_s[s]
+  return True
 
 
 @_compiled
@@ -348,50 +460,80 @@ def smallest_degrees(problem, seconds, limit_s, widest, out):
 
 
 @_compiled
-def search(problem, repack, given, widest, rounds, degree, child_degree):
+def search(problem, repack, use_solo, given, widest, rounds, degree, child_degree):
   """Degrees of the best layout found: a grid of thresholds, then changes of single samples' degrees.
 
   Args:
+    use_solo: samples may be solo, which is degree 0.
     given: parents that stay, or none of them (count 0): then they are chosen too.
     rounds: degrees to change, one at a time.
     degree, child_degree: int64 [samples], receive the parents' and the children's degrees.
 
-  Returns the judged seconds, infinity where no layout fits.
+  Returns whether the parents balance `step_loads` rather than `layer_loads`.
   """
   samples = len(problem.tokens)
   free_parents = given.count[0] == 0
-  parents, children = empty_groups(problem.ranks, samples), empty_groups(problem.ranks, samples)
+  layout = empty_layout(problem.ranks, samples)
   if not free_parents:
-    copy_groups(given, parents)
+    copy_groups(given, layout.parents)
   trial, child_trial = np.ones(samples, np.int64), np.ones(samples, np.int64)
-  mean_full_s = problem.full_s.sum() / problem.ranks
   mean_tokens = problem.tokens.sum() / problem.ranks
   best = np.inf
-  for limit in LIMITS:
-    for child_limit in LIMITS:
-      smallest_degrees(problem, problem.tokens, child_limit * mean_tokens, widest, child_trial)
-      if free_parents:
-        smallest_degrees(problem, problem.full_s, limit * mean_full_s, widest, trial)
-        if not repack:  # a parent is its own child, and has to balance tokens as well
-          trial[:] = np.maximum(trial, child_trial)
-        seconds = lay_out(problem, repack, trial, child_trial, parents, children)
-      else:
-        seconds = lay_out_children(problem, repack, child_trial, parents, children)
-      if seconds < best:
-        best = seconds
-        degree[:], child_degree[:] = trial, child_trial
+  by_step = False
+  seen, seen_count = np.zeros(2 * len(SOLO_LIMITS) * len(LIMITS) ** 2, np.int64), 0
+  for meets in (True, False):
+    loads = problem.layer_loads if meets else problem.step_loads
+    mean = loads[:, 0].sum() / problem.ranks
+    for longest_solo in SOLO_LIMITS:
+      for limit in LIMITS:
+        for child_limit in LIMITS:
+          smallest_degrees(problem, problem.tokens, child_limit * mean_tokens, widest, child_trial)
+          smallest_degrees(problem, loads[:, 0], limit * mean, widest, trial)
+          if not repack:  # a parent is its own child, and has to balance tokens as well
+            trial[:] = np.maximum(trial, child_trial)
+          if use_solo:
+            for s in range(samples):
+              if problem.tokens[s] <= min(longest_solo * mean_tokens, problem.capacity):
+                trial[s] = 0
+          code = _code(trial, child_trial, meets)
+          if np.any(seen[:seen_count] == code):
+            continue
+          seen[seen_count] = code
+          seen_count += 1
+          if free_parents:
+            seconds = lay_out(problem, repack, loads, trial, child_trial, layout)
+          else:
+            seconds = lay_out_children(problem, repack, trial, child_trial, layout)
+          if seconds < best:
+            best, by_step = seconds, not meets
+            degree[:], child_degree[:] = trial, child_trial
+        if not free_parents:
+          break
+      if not use_solo:
+        break
     if not free_parents:
       break
+  loads = problem.step_loads if by_step else problem.layer_loads
   if best < np.inf and samples > 0:
     best = _change_degrees(
-      problem, repack, free_parents, widest, rounds, best, degree, child_degree, parents, children
+      problem, repack, use_solo, free_parents, loads, widest, rounds, best, degree, child_degree, layout
     )
-  return best
+  return by_step
+
+
+@_compiled
+def _code(degree, child_degree, meets):
+  """A number for a choice of degrees; the children's of solo samples don't matter."""
+  code = np.int64(meets)
+  for s in range(len(degree)):
+    if degree[s] > 0:
+      code = (code * 1000003) ^ (s * 4096 + degree[s] * 64 + child_degree[s])
+  return code
 
 
 @_compiled
 def _change_degrees(
-  problem, repack, free_parents, widest, rounds, best, degree, child_degree, parents, children
+  problem, repack, use_solo, free_parents, loads, widest, rounds, best, degree, child_degree, layout
 ):
   """Doubles or halves the degree of a random one of the longest samples, and keeps what is not worse."""
   longest = min(len(problem.tokens), 2 * problem.ranks)
@@ -403,14 +545,18 @@ def _change_degrees(
     of_child = repack and (not free_parents or (random >> 6) & 1 == 1)
     changed = child_degree if of_child else degree
     before = changed[s]
-    after = before * 2 if (random >> 5) & 1 else before // 2
-    if after < 1 or after > widest or (not of_child and problem.tokens[s] > after * problem.capacity):
+    after = before // 2
+    if (random >> 5) & 1:
+      after = max(1, before * 2)
+    if after > widest or (after == 0 and (of_child or not use_solo)):
+      continue
+    if not of_child and problem.tokens[s] > max(after, 1) * problem.capacity:
       continue
     changed[s] = after
     if free_parents:
-      seconds = lay_out(problem, repack, degree, child_degree, parents, children)
+      seconds = lay_out(problem, repack, loads, degree, child_degree, layout)
     else:
-      seconds = lay_out_children(problem, repack, child_degree, parents, children)
+      seconds = lay_out_children(problem, repack, degree, child_degree, layout)
     if seconds <= best:
       best = seconds
     else:
@@ -419,8 +565,18 @@ def _change_degrees(
 
 
 @_compiled
-def _shift(problem, parents, children, s, parent_of, target):
-  """Moves a sample to another child, and to its parent."""
+def _shift(problem, layout, s, parent_of, target):
+  """Moves a sample to another child and its parent; a solo one to another rank."""
+  parents, children, solo = layout
+  if solo.of[s] >= 0:
+    r = solo.of[s]
+    for sums, own in (
+      (solo.tokens, problem.tokens), (solo.full_s, problem.full_s), (solo.sparse_s, problem.sparse_s)
+    ):  # fmt: skip
+      sums[r] -= own[s]
+      sums[target] += own[s]
+    solo.of[s] = target
+    return
   c = children.of[s]
   g, h = parent_of[c], parent_of[target]
   children.tokens[c] -= problem.tokens[s]
@@ -437,67 +593,88 @@ def _shift(problem, parents, children, s, parent_of, target):
 
 
 @_compiled
-def improve(problem, keep_parents, budget, parents, children):
+def _fits(problem, layout, child_of_rank, alone, target):
+  """Whether the ranks of this child (this rank alone) hold no more than their capacity."""
+  children, solo = layout.children, layout.solo
+  c = child_of_rank[target] if alone else target
+  # A group's last token makes one rank fuller than the rest.
+  room = problem.capacity - np.ceil(children.tokens[c] / children.size[c])
+  first, last = (target, target + 1) if alone else (children.first[c], children.first[c] + children.size[c])
+  for r in range(first, last):
+    if solo.tokens[r] > room:
+      return False
+  return True
+
+
+@_compiled
+def improve(problem, keep_parents, budget, layout):
   """Moves and swaps single samples out of the nodes that decide, while that is judged faster.
 
   Args:
     keep_parents: samples stay in their parents.
     budget: layouts to judge at most.
   """
+  parents, children, solo = layout
   samples, count = len(problem.tokens), children.count[0]
-  critical = np.zeros(3, np.int64)
+  critical = np.zeros(4, np.int64)
   parent_of = np.zeros(count, np.int64)
+  child_of_rank = np.zeros(problem.ranks, np.int64)
   for c in range(count):
+    child_of_rank[children.first[c] : children.first[c] + children.size[c]] = c
     for g in range(parents.count[0]):
       if parents.first[g] <= children.first[c] < parents.first[g] + parents.size[g]:
         parent_of[c] = g
-  best = judge(problem, parents, children, critical)
+  best = judge(problem, layout, critical)
   improved = True
   while improved and budget > 0:
     improved = False
     for s in range(samples - 1, -1, -1):
-      c = children.of[s]
-      begin = children.first[c] // problem.node_ranks
-      end = (children.first[c] + children.size[c] - 1) // problem.node_ranks
+      alone = solo.of[s] >= 0
+      here = solo.of[s] if alone else children.of[s]
+      first = problem.node_of[here if alone else children.first[here]]
+      last = problem.node_of[here if alone else children.first[here] + children.size[here] - 1]
       decides = False
-      for i in range(3):
-        decides = decides or begin <= critical[i] <= end
+      for i in range(4):
+        decides = decides or first <= critical[i] <= last
       if not decides:
         continue
-      for target in range(count):
-        if target == c or (keep_parents and parent_of[target] != parent_of[c]):
+      for target in range(problem.ranks if alone else count):
+        if target == here or (not alone and keep_parents and parent_of[target] != parent_of[here]):
           continue
-        if children.tokens[target] + problem.tokens[s] > children.size[target] * problem.capacity:
+        if (
+          not alone and children.tokens[target] + problem.tokens[s] > children.size[target] * problem.capacity
+        ):
           continue
         budget -= 1
-        _shift(problem, parents, children, s, parent_of, target)
-        seconds = judge(problem, parents, children, critical)
+        _shift(problem, layout, s, parent_of, target)
+        seconds = np.inf
+        if _fits(problem, layout, child_of_rank, alone, target):
+          seconds = judge(problem, layout, critical)
         if seconds < best * (1 - 1e-9):
-          best, improved, c = seconds, True, target
+          best, improved, here = seconds, True, target
         else:
-          _shift(problem, parents, children, s, parent_of, c)
+          _shift(problem, layout, s, parent_of, here)
       if budget <= 0:
         break
       # Against shorter samples elsewhere, where moving alone did not help.
       for other in range(s + 1, min(samples, s + 65)):
-        d = children.of[other]
-        if d == c or problem.tokens[other] == problem.tokens[s]:
+        if (solo.of[other] >= 0) != alone or problem.tokens[other] == problem.tokens[s]:
           continue
-        if keep_parents and parent_of[d] != parent_of[c]:
-          continue
-        grown = children.tokens[d] + problem.tokens[s] - problem.tokens[other]
-        if grown > children.size[d] * problem.capacity:
+        there = solo.of[other] if alone else children.of[other]
+        if there == here or (not alone and keep_parents and parent_of[there] != parent_of[here]):
           continue
         budget -= 1
-        _shift(problem, parents, children, s, parent_of, d)
-        _shift(problem, parents, children, other, parent_of, c)
-        seconds = judge(problem, parents, children, critical)
+        _shift(problem, layout, s, parent_of, there)
+        _shift(problem, layout, other, parent_of, here)
+        seconds = np.inf
+        if _fits(problem, layout, child_of_rank, alone, there):
+          seconds = judge(problem, layout, critical)
         if seconds < best * (1 - 1e-9):
           best, improved = seconds, True
           break
-        _shift(problem, parents, children, other, parent_of, d)
-        _shift(problem, parents, children, s, parent_of, c)
-      judge(problem, parents, children, critical)
+        _shift(problem, layout, other, parent_of, there)
+        _shift(problem, layout, s, parent_of, here)
+      judge(problem, layout, critical)
   return best
 
 

@@ -11,9 +11,9 @@ from repack_jax.cluster import ClusterConfig
 from repack_jax.config import FULL, ModelConfig, PlannerConfig, allowed_sp_degrees
 from repack_jax.cost import CostModel
 from repack_jax.plan import Group, Plan, PlanError
+from repack_jax.simulator import simulate
 from repack_jax.solver.domain import Domain, Layouts
 from repack_jax.solver.search import fill_bins
-from repack_jax.timing import predicted_s
 
 
 class SampleTooLong(ValueError):
@@ -30,8 +30,8 @@ def solve(
 ) -> list[Plan]:
   """Plans for a batch, one a micro-batch; every sample is in exactly one. No plans for an empty batch.
 
-  By `timing.predicted_s`, no plan of mode `repack` is slower than the plan of the same samples in mode
-  `parents`, and none of `solve` slower than either.
+  By the simulator, no plan of mode `repack` is slower than the plan of the same samples in mode `parents`,
+  and none of `solve` slower than either.
 
   Args:
     lengths: tokens of each sample of the batch, at least 1.
@@ -92,7 +92,8 @@ class _Batch:
     if not fill_bins(tokens, work_s, bins, float(room), tokens.sum() / bins, work_s.sum() / bins, bin_of):
       return None
     by_bin = np.split(
-      self.longest_first[np.argsort(bin_of, kind='stable')], np.cumsum(np.bincount(bin_of, minlength=bins))[:-1]
+      self.longest_first[np.argsort(bin_of, kind='stable')],
+      np.cumsum(np.bincount(bin_of, minlength=bins))[:-1],
     )
     plans = []
     for first in range(0, bins, domains):
@@ -122,7 +123,7 @@ class _Batch:
     if mode == 'solve':
       makers.append(lambda domain: domain.solve())
     plans = [plan for maker in makers if (plan := self._built(domains, maker)) is not None]
-    return min(plans, key=lambda plan: predicted_s(plan, self.cost))
+    return min(plans, key=lambda plan: simulate(self.cost, [plan]).step_s)
 
   def _built(self, domains: list[Domain], maker: Callable[[Domain], Layouts | None]) -> Plan | None:
     """A plan from each domain's layouts."""
@@ -135,9 +136,10 @@ class _Batch:
       numbers = np.searchsorted(sample_ids, stream)
       return Group(group.first_rank + domain * self.cluster.domain_ranks, group.size, tuple(numbers.tolist()))
 
-    parents, children = [], []
+    parents, children, solo = [], [], []
     for domain, found in enumerate(layouts):
       assert found is not None
+      solo += [renumbered(group, domain, group.samples) for group in found.solo]
       children += [renumbered(child, domain, child.samples) for child in found.children]
       inside = iter(found.children)
       for parent in found.parents:
@@ -153,6 +155,7 @@ class _Batch:
       lengths=tuple(self.lengths[sample_ids].tolist()),
       parents=tuple(parents),
       children=tuple(children),
+      solo=tuple(solo),
       mode=self.config.mode,
       capacity_tokens=self.config.capacity_tokens,
       num_ranks=self.cluster.num_ranks,

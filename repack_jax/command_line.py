@@ -1,0 +1,50 @@
+"""What the commands share: config arguments, checked outputs, and how a mistake ends."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from repack_jax.checks import ConfigError
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, required: bool = False) -> None:
+  """`--config FILE` and `--set Class.field=value`, for `gin_files.load(args.config, args.set)`."""
+  parser.add_argument(
+    '--config', action='append', default=[], metavar='FILE', required=required,
+    help='a gin file; repeatable, later ones win',
+  )  # fmt: skip
+  parser.add_argument(
+    '--set', action='append', default=[], metavar='CLASS.FIELD=VALUE',
+    help="overrides the files, for example --set 'TrainConfig.steps=20'; repeatable",
+  )  # fmt: skip
+
+
+def described(doc: str | None) -> argparse.ArgumentParser:
+  """A parser that describes a command by its docstring."""
+  return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+
+def output_file(name: str) -> Path:
+  """The type of an argument: a file that can be written, found out before any work starts."""
+  path = Path(name)
+  if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    raise argparse.ArgumentTypeError(f'{name}: cannot be written; name a file in a folder that exists')
+  return path
+
+
+def run(main: Callable[[], None]) -> None:
+  """Runs a command; a user's mistake is one line and exit code 2."""
+  try:
+    main()
+  except ConfigError as error:
+    print(f'error: {error}', file=sys.stderr)
+    sys.exit(2)
+  except KeyboardInterrupt:
+    sys.exit(130)
+  except BrokenPipeError:  # the reader of a pipe has seen enough
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)

@@ -1,0 +1,176 @@
+"""`scripts/calibrate.py`: the file it writes, its fits, its mistakes; the profiles in `configs/clusters`."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from repack_jax import flops, gin_files, mesh
+from repack_jax.config import ClusterConfig, ModelConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+MINI = str(ROOT / 'tests' / 'mini.gin')
+PROFILES = sorted((ROOT / 'configs' / 'clusters').glob('*.gin'))
+COMPUTE = ('matmul_flops_per_s', 'attention_flops_per_s')
+INTRA = ('intra_node_bytes_per_s', 'intra_node_latency_s')
+INTER = ('inter_node_bytes_per_s', 'inter_node_latency_s')
+
+sys.path.insert(0, str(ROOT / 'scripts'))
+import bench_common  # noqa: E402
+import calibrate  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def working_directory(tmp_path, monkeypatch):
+  """Each test in an empty folder, on the devices that the suite has started."""
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(mesh, 'start_devices', lambda cluster: None)
+
+
+def bound_fields(file: str) -> list[str]:
+  return re.findall(r'^ClusterConfig\.(\w+) = ', Path(file).read_text(), re.MULTILINE)
+
+
+def calibrated(*settings: str) -> list[str]:
+  argv = ['--config', MINI, '--output', 'made.gin', '--json', 'made.json', '--budget-s', '0.1']
+  calibrate.main([*argv, *(part for setting in settings for part in ('--set', setting))])
+  return bound_fields('made.gin')
+
+
+def exit_of(capsys, argv: list[str]) -> str:
+  """The last line of standard error of a run that a mistake ends, which is all but argparse's usage."""
+  capsys.readouterr()
+  with pytest.raises(SystemExit) as caught:
+    bench_common.run(lambda: calibrate.main(argv))
+  out, err = capsys.readouterr()
+  assert caught.value.code == 2 and out == '' and '...' not in err
+  lines = [line for line in err.splitlines() if 'error: ' in line]
+  assert len(lines) == 1 and err.endswith(f'{lines[0]}\n')
+  return lines[0].partition('error: ')[2]
+
+
+def test_file_binds_positive_rates_and_loads_after_the_config(capsys):
+  assert calibrated() == [*COMPUTE, *INTRA, *INTER]
+  base, run = gin_files.load([MINI], []), gin_files.load([MINI, 'made.gin'], [])
+  for field in (*COMPUTE, INTRA[0], INTER[0]):
+    value = getattr(run.cluster, field)
+    assert value > 0 and value != getattr(base.cluster, field)
+  assert run.cluster.intra_node_latency_s >= 0 and run.cluster.inter_node_latency_s >= 0
+  others = {field: getattr(base.cluster, field) for field in (*COMPUTE, *INTRA, *INTER)}
+  assert dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, **others)) == base
+
+  text, out = Path('made.gin').read_text(), capsys.readouterr().out
+  note = 'NOTE: these ranks are emulated on one CPU: links are memory copies and ranks share cores'
+  assert note in out and f'# {note}' in text
+  assert f'# Use: --config {MINI} --config made.gin' in text
+  assert '# Mesh: data 1 x node 2 x local 2;' in text
+  assert '# blockwise, forward and backward, one document of 64 tokens, 4/2 heads of 4, float32' in text
+  rows = json.loads(Path('made.json').read_text())['results']
+  assert [row['field'] for row in rows] == [*COMPUTE, *INTRA, *INTER]
+  assert rows[0]['config'] == 2e9 and rows[0]['over_config'] == rows[0]['measured'] / 2e9
+
+
+@pytest.mark.parametrize(
+  ('setting', 'fields', 'lacking'),
+  [
+    ('ClusterConfig.nodes=1', INTRA,
+     '# ClusterConfig.inter_node_latency_s: not measured: a domain has one node'),
+    ('ClusterConfig.ranks_per_node=1', INTER,
+     '# ClusterConfig.intra_node_bytes_per_s: not measured: a node has one rank'),
+  ],
+)  # fmt: skip
+def test_link_that_is_not_there_is_left_out(capsys, setting, fields, lacking):
+  assert calibrated(setting) == [*COMPUTE, *fields]
+  assert lacking in Path('made.gin').read_text().splitlines()
+  assert lacking.partition(': ')[2] in capsys.readouterr().out
+  gin_files.load([MINI, 'made.gin'], [setting])
+
+
+def test_a_newline_in_the_command_stays_in_the_comment():
+  rate = calibrate.Rate('intra_node_latency_s', 2e-7, 'how')
+  Path('made.gin').write_text(calibrate.gin_text([rate], ['command\nClusterConfig.nodes = 3']))
+  assert gin_files.load(['made.gin'], []).cluster == ClusterConfig(intra_node_latency_s=2e-7)
+
+
+@pytest.mark.parametrize(
+  ('seconds', 'rate', 'latency_s', 'note'),
+  [
+    ([2.0, 3.0, 5.0], 100.0, 1.0, ''),
+    ([5.0, 4.0, 4.0], 100.0, 0.0, 'did not grow'),
+    ([4.0, 4.0, 4.0], 100.0, 0.0, 'did not grow'),
+    ([0.1, 1.9, 4.0], None, 0.0, 'below 0'),
+    ([1.0, 2.2, 2.4], None, None, 'misses one of the sizes'),
+  ],
+)
+def test_fit(seconds, rate, latency_s, note):
+  found = calibrate.fit_line([100, 200, 400], seconds)
+  assert found[0] > 0 and found[0] == pytest.approx(rate or found[0])
+  assert found[1] == pytest.approx(found[1] if latency_s is None else latency_s) and found[1] >= 0
+  assert note in found[2] and bool(note) == bool(found[2])
+
+
+@pytest.mark.parametrize(
+  'model',
+  [
+    ModelConfig(shared_expert_width=64, dense_layers=1),
+    ModelConfig(num_experts=0, num_kv_heads=16, num_layers=3),
+  ],
+)
+def test_widths_are_all_products_of_the_layers(model):
+  counted = sum(2 * model.d_model * width * times for width, times in calibrate.layer_widths(model).items())
+  router = sum(2 * model.d_model * model.num_experts for i in range(model.num_layers) if model.has_experts(i))
+  assert counted + router == flops.linear_flops_per_token(model) - flops.logits_flops_per_token(model)
+
+
+@pytest.mark.parametrize('output', ['nowhere/made.gin', '.'])
+def test_output_that_cannot_be_written_is_found_first(capsys, monkeypatch, output):
+  monkeypatch.setattr(calibrate, 'load', None)
+  message = exit_of(capsys, ['--config', MINI, '--output', output])
+  assert message == f'argument --output: {output}: cannot be written; name a file in a folder that exists'
+
+
+@pytest.mark.parametrize(
+  ('settings', 'expected'),
+  [
+    (['--set', 'ClusterConfig.nodes=3'], 'ClusterConfig.nodes = 3: must be a power of two'),
+    (['--set', 'ClusterConfig.domains=16'], '16 x 2 x 2 = 64 ranks, but JAX sees 32 cpu devices'),
+    (['--config', 'nowhere.gin'], 'nowhere.gin: no such config file'),
+  ],
+)
+def test_mistakes_in_the_config(capsys, settings, expected):
+  assert expected in exit_of(capsys, ['--config', MINI, '--output', 'made.gin', *settings])
+  assert not Path('made.gin').exists()
+
+
+def test_command_line_by_itself():
+  process = subprocess.run(
+    [sys.executable, str(ROOT / 'scripts/calibrate.py'), '--config', 'nowhere.gin', '--output', 'made.gin'],
+    capture_output=True, text=True, timeout=60,
+  )  # fmt: skip
+  assert (process.returncode, process.stdout) == (2, '')
+  assert process.stderr.splitlines() == [
+    'error: nowhere.gin: no such config file; give the path of a .gin file'
+  ]
+
+
+@pytest.mark.parametrize('profile', PROFILES, ids=lambda path: path.stem)
+def test_profiles(profile):
+  cluster = gin_files.load([str(profile)], []).cluster
+  assert cluster.inter_node_bytes_per_s == pytest.approx(cluster.intra_node_bytes_per_s / 7.0, rel=0.01)
+  assert cluster.matmul_flops_per_s < cluster.peak_flops_per_s
+  assert cluster.attention_flops_per_s < cluster.matmul_flops_per_s
+  others = set(bound_fields(str(profile))) - {'ranks_per_node'}
+  assert others == {*COMPUTE, *INTRA, *INTER, 'peak_flops_per_s', 'memory_bytes', 'memory_bytes_per_s'}
+
+
+def test_there_are_profiles_and_a_file_can_include_one():
+  assert [path.stem for path in PROFILES] == ['h100', 'h200', 'tpu_v5p']
+  Path('clusters').mkdir()
+  Path('clusters/h200.gin').write_text(PROFILES[1].read_text())
+  Path('run.gin').write_text("include 'clusters/h200.gin'\nClusterConfig.nodes = 4\n")
+  cluster = gin_files.load(['run.gin'], []).cluster
+  assert (cluster.nodes, cluster.ranks_per_node, cluster.memory_bytes) == (4, 8, 1.41e11)

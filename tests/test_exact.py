@@ -1,0 +1,211 @@
+"""The exact solver against every plan there is and against the fast planner; the benchmarks' peers."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from repack_jax.config import ClusterConfig, ModelConfig, PlannerConfig, allowed_sp_degrees
+from repack_jax.cost import CostModel
+from repack_jax.plan import Group, Plan, PlanError
+from repack_jax.solver import solve
+from repack_jax.solver.bounds import lower_bound_s
+from repack_jax.solver.exact import exact
+from repack_jax.timing import predicted_s
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'scripts'))
+import planner_peers  # noqa: E402
+
+MODEL = ModelConfig(
+  d_model=256, num_heads=16, num_kv_heads=4, head_dim=16, num_experts=8, compute_dtype='bfloat16'
+)  # fmt: skip
+# Computation and links matter about as much, and none of the latencies.
+RATES = {
+  'matmul_flops_per_s': 1e12, 'attention_flops_per_s': 2e11, 'intra_node_bytes_per_s': 1e10,
+  'inter_node_bytes_per_s': 2e9, 'intra_node_latency_s': 1e-6, 'inter_node_latency_s': 2e-6,
+}  # fmt: skip
+
+
+def cluster_of(nodes: int, ranks_per_node: int, domains: int = 1, **rates: float) -> ClusterConfig:
+  """Ranks meet at each layer, as `predicted_s` has it."""
+  return ClusterConfig(
+    nodes=nodes, ranks_per_node=ranks_per_node, domains=domains, prefetch_layers=0, **(RATES | rates)
+  )
+
+
+def skewed(rng: np.random.Generator, count: int) -> list[int]:
+  """Lengths that ranks share without remainders, so that nothing is rounded; sometimes two are equal."""
+  lengths = 8 * np.clip(np.exp(rng.normal(4, 1.2, count)), 1, 2000).astype(int)
+  if rng.random() < 0.3:
+    lengths[-1] = lengths[0]
+  return lengths.tolist()
+
+
+def config_of(lengths: list[int], cluster: ClusterConfig, mode: str, slack: float = 1.3) -> PlannerConfig:
+  capacity = max(slack * sum(lengths), max(lengths)) / cluster.num_ranks
+  return PlannerConfig(mode=mode, capacity_tokens=int(capacity) + 1, capacity_step_tokens=1)
+
+
+# --- every plan there is --------------------------------------------------------------------------------
+
+
+def tilings(first: int, size: int, degrees: tuple[int, ...]) -> list[list[tuple[int, int]]]:
+  """All ways to cut a block into aligned groups: (first rank, size) each."""
+  whole = [[(first, size)]] if size in degrees else []
+  if size == 1:
+    return whole
+  half = size // 2
+  left, right = tilings(first, half, degrees), tilings(first + half, half, degrees)
+  return whole + [a + b for a, b in itertools.product(left, right)]
+
+
+def all_plans(lengths: list[int], cluster: ClusterConfig, config: PlannerConfig):
+  ranks = cluster.domain_ranks
+  shapes = tilings(0, ranks, allowed_sp_degrees(cluster, MODEL, config))
+  for shape in shapes:
+    for homes in itertools.product(range(len(shape)), repeat=len(lengths)):
+      held = [tuple(s for s, home in enumerate(homes) if home == c) for c in range(len(shape))]
+      children = tuple(Group(*block, samples) for block, samples in zip(shape, held, strict=True))
+      slots = max(-(-sum(lengths[s] for s in c.samples) // c.size) for c in children)
+      for around in shapes if config.mode == 'solve' else [shape]:
+        blocks = [Group(*block) for block in around]
+        inside = [[c for c in children if b.first_rank <= c.first_rank < b.end_rank] for b in blocks]
+        parents = tuple(
+          Group(b.first_rank, b.size, tuple(s for c in of_b for s in c.samples))
+          for b, of_b in zip(blocks, inside, strict=True)
+        )
+        plan = Plan(
+          tuple(range(len(lengths))), tuple(lengths), parents, children, config.mode, slots, ranks, ranks,
+          cluster.ranks_per_node,
+        )  # fmt: skip
+        if slots <= config.capacity_tokens:
+          try:
+            yield plan.validate()
+          except PlanError:  # a child outside its parent, or in two nodes
+            continue
+
+
+@pytest.mark.parametrize('mode', ['parents', 'solve'])
+@pytest.mark.parametrize('mesh', [(2, 2), (1, 4), (4, 1)])
+def test_no_plan_is_faster(mesh, mode):
+  rng = np.random.default_rng(sum(mesh) + len(mode))
+  cluster = cluster_of(*mesh)
+  for count in (2, 3):
+    lengths = skewed(rng, count)
+    config = config_of(lengths, cluster, mode)
+    plan, proven = exact(lengths, cluster, MODEL, config)
+    fastest = min(predicted_s(p, CostModel(cluster, MODEL)) for p in all_plans(lengths, cluster, config))
+    assert proven and predicted_s(plan, CostModel(cluster, MODEL)) == pytest.approx(fastest, rel=1e-5)
+
+
+# --- by hand --------------------------------------------------------------------------------------------
+
+
+def test_obvious_plans():
+  cluster = cluster_of(2, 2)
+  equal = exact([400] * 4, cluster, MODEL, PlannerConfig(capacity_tokens=400))
+  assert equal[1] and [(g.size, len(g.samples)) for g in equal[0].children] == [(1, 1)] * 4
+  (alone, proven) = exact([4000], cluster, MODEL, PlannerConfig(capacity_tokens=1000))
+  assert proven and alone.parents == alone.children == (Group(0, 4, (0,)),)
+  # Two long samples, a node each: the other ranks of a node would idle with anything narrower.
+  pair, proven = exact([2000, 2000], cluster, MODEL, PlannerConfig(capacity_tokens=2000))
+  assert proven and [(g.first_rank, g.size, len(g.samples)) for g in pair.parents] == [(0, 2, 1), (2, 2, 1)]
+
+
+def test_repacking_where_links_between_nodes_are_slow():
+  """Only all ranks hold the long one's attention; its tokens and the others' then balance over two nodes."""
+  cluster = cluster_of(2, 2, attention_flops_per_s=1e10)
+  lengths = [2000, 500, 500, 500, 500]
+  repacked, disabled = (
+    exact(lengths, cluster, MODEL, config_of(lengths, cluster, mode))[0] for mode in ('solve', 'parents')
+  )
+  assert repacked.parents == (Group(0, 4, repacked.parents[0].samples),)
+  assert [(child.size, child.samples) for child in repacked.children][0] == (2, (0,))
+  assert disabled.parents == disabled.children == (Group(0, 4, (0, 1, 2, 3, 4)),)
+
+
+def test_what_it_refuses():
+  cluster, config = cluster_of(2, 2), PlannerConfig(capacity_tokens=100)
+  with pytest.raises(ValueError, match=r'ClusterConfig.domains = 2: exact plans are of one domain'):
+    exact([1], cluster_of(2, 2, domains=2), MODEL, config)
+  with pytest.raises(ValueError, match="exact plans are of mode 'parents' or 'solve'"):
+    exact([1], cluster, MODEL, PlannerConfig(mode='repack'))
+  with pytest.raises(ValueError, match='no samples'):
+    exact([], cluster, MODEL, config)
+  with pytest.raises(ValueError, match='2 samples of 600 tokens do not fit into one micro-batch'):
+    exact([300, 300], cluster, MODEL, config)
+  with pytest.raises(ValueError, match='the widest group, SP4'):
+    exact([401], cluster, MODEL, config)
+
+
+# --- beside the fast planner and the bound --------------------------------------------------------------
+
+
+def test_between_bound_and_planner():
+  rng = np.random.default_rng(5)
+  for _ in range(10):
+    cluster = cluster_of(2, int(rng.choice([2, 4])))
+    lengths = skewed(rng, int(rng.integers(2, 7)))
+    for mode in ('parents', 'solve'):
+      config = config_of(lengths, cluster, mode)
+      best, _ = exact(lengths, cluster, MODEL, config, limit_s=10)
+      seconds = predicted_s(best, CostModel(cluster, MODEL))
+      plans = solve(lengths, cluster, MODEL, config)
+      assert lower_bound_s(lengths, cluster, MODEL, config) <= seconds * (1 + 1e-6)
+      assert seconds <= sum(predicted_s(plan, CostModel(cluster, MODEL)) for plan in plans) * (1 + 1e-6)
+
+
+# --- peers ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('mesh', [(2, 4), (1, 2), (2, 2, 3)])
+def test_peers_make_legal_plans(mesh):
+  rng = np.random.default_rng(sum(mesh))
+  cluster = cluster_of(*mesh)
+  for slack, count in ((1.4, 30), (0.5, 12)):  # one micro-batch, or three
+    lengths = skewed(rng, count)
+    config = config_of(lengths, cluster, 'parents', slack)
+    outcomes: list[str] = []
+    makers = (planner_peers.longest_first_greedy, planner_peers.flexsp_milp)
+    for maker, extra in zip(makers, ({}, {'limit_s': 0.5, 'outcomes': outcomes}), strict=True):
+      plans = maker(lengths, cluster, MODEL, config, **extra)
+      assert sorted(s for plan in plans for s in plan.sample_ids) == list(range(count))
+      assert len(plans) > (slack < 1)
+      for plan in plans:
+        plan.validate(MODEL.num_heads, MODEL.num_kv_heads)
+        assert plan.parents == plan.children and plan.num_ranks == cluster.num_ranks
+        assert plan.lengths == tuple(lengths[s] for s in plan.sample_ids)
+    assert len(outcomes) >= cluster.domains and set(outcomes) <= {'optimal', 'limit', 'greedy'}
+
+
+def test_greedy_by_hand():
+  def groups(lengths: list[int], capacity: int) -> list[tuple[int, list[int]]]:
+    config = PlannerConfig(capacity_tokens=capacity)
+    (plan,) = planner_peers.longest_first_greedy(lengths, cluster_of(1, 4), MODEL, config)
+    return [(group.size, [lengths[s] for s in group.samples]) for group in plan.parents]
+
+  assert groups([15, 3, 2, 2], 10) == [(2, [15]), (1, [3]), (1, [2, 2])]
+  assert groups([15, 3], 10) == [(2, [15]), (2, [3])]  # a rank is left over
+  assert groups([5], 10) == [(4, [5])]
+  assert planner_peers.longest_first_greedy([], cluster_of(1, 4), MODEL, PlannerConfig()) == []
+  with pytest.raises(ValueError, match='a sample of 41 tokens exceeds SP4 at 10'):
+    groups([41], 10)
+
+
+def test_milp_by_hand():
+  """Two long samples share a node each, where every sample is a bucket of its own."""
+  lengths, cluster = [2000, 2000, 8, 16], cluster_of(2, 2)
+  outcomes: list[str] = []
+  config = PlannerConfig(capacity_tokens=1500)
+  (plan,) = planner_peers.flexsp_milp(lengths, cluster, MODEL, config, outcomes=outcomes)
+  assert [group.size for group in plan.parents] == [2, 2] and outcomes == ['optimal']
+  assert [sum(s < 2 for s in group.samples) for group in plan.parents] == [1, 1]
+
+
+def test_buckets_add_the_fewest_tokens():
+  lengths = np.array([9, 1, 10, 2, 30, 2])
+  bucket_of, longest = planner_peers._buckets(lengths, 3)
+  assert longest.tolist() == [2, 10, 30] and longest[bucket_of].tolist() == [10, 2, 10, 2, 30, 2]
+  assert planner_peers._buckets(lengths, 9)[1].tolist() == [1, 2, 9, 10, 30]
