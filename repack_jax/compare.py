@@ -29,11 +29,14 @@ def plan_lengths(run: RunConfig, lengths: Sequence[int] | np.ndarray, mode: str)
   return solve(lengths, run.cluster, run.model, planner)
 
 
-def simulate_mode(
-  run: RunConfig, lengths: Sequence[int] | np.ndarray, mode: str, spans: bool = False
-) -> tuple[list[Plan], Simulated]:
-  """Plans a batch in one of `SIMULATED_MODES` and plays the step."""
-  redistribute = mode == REDISTRIBUTE
-  plans = plan_lengths(run, lengths, 'repack' if redistribute else mode)
+def simulate_modes(
+  run: RunConfig, lengths: Sequence[int] | np.ndarray, modes: Sequence[str], spans: bool = False
+) -> dict[str, tuple[tuple[Plan, ...], Simulated]]:
+  """Plans a batch in each of these `SIMULATED_MODES` and plays the step."""
   cost = CostModel(run.cluster, run.model)
-  return plans, simulate(cost, plans, redistribute=redistribute, spans=spans)
+  found: dict[str, tuple[tuple[Plan, ...], Simulated]] = {}
+  for mode in modes:
+    redistribute = mode == REDISTRIBUTE
+    plans = tuple(plan_lengths(run, lengths, 'repack' if redistribute else mode))
+    found[mode] = plans, simulate(cost, plans, redistribute=redistribute, spans=spans)
+  return found

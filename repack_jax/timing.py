@@ -32,7 +32,6 @@ class LayerTimes:
     slots: rows that projections and logits run on, padding included.
     tokens: of each rank while the layer runs.
     starts: first ranks of the groups that exchange, int64 [groups].
-    group_tokens: what the rank's group holds.
     dispatch_s, combine_s, core_s: the attention's exchanges and core; equal within a group.
     solo_s: the attention cores of the rank's solo samples.
     routed_tokens: tokens whose experts' work is the rank's.

@@ -17,13 +17,14 @@ from cases import random_plan
 
 import repack_jax.report
 from repack_jax.cluster import ClusterConfig
-from repack_jax.config import FULL, DataConfig, ModelConfig, PlannerConfig, RunConfig
+from repack_jax.config import FULL, SPARSE, DataConfig, ModelConfig, PlannerConfig, RunConfig
 from repack_jax.cost import CostModel
 from repack_jax.plan import Group, Plan
 from repack_jax.report import Case, plan_page, trace, write_trace
-from repack_jax.report.data import held_blocks, page_data, work_blocks
+from repack_jax.report.data import exchange_bytes, held_blocks, page_data, work_blocks
 from repack_jax.report.timeline import NOT_SHOWN, timeline
 from repack_jax.simulator import CAUSES, simulate
+from repack_jax.timing import plan_times, spread
 
 CAPACITY = 2048
 FOLDER = Path(repack_jax.report.__file__).parent
@@ -39,13 +40,14 @@ def make_run(nodes=2, ranks_per_node=8, domains=1, **model):
   )
 
 
-def make_plans(run, seed=0, micro_batches=1):
-  """Random plans whose samples are of one batch."""
+def make_plans(run, seed=0, micro_batches=1, solo=0.0):
+  """Random plans whose samples are of one batch; that share of the ranks holds solo samples."""
   rng, cluster, plans, count = np.random.default_rng(seed), run.cluster, [], 0
   for _ in range(micro_batches):
     plan = random_plan(
-      rng, cluster.num_ranks, CAPACITY, cluster.domain_ranks, cluster.ranks_per_node, cluster.domain_ranks
-    )
+      rng, cluster.num_ranks, CAPACITY, cluster.domain_ranks, cluster.ranks_per_node, cluster.domain_ranks,
+      solo=solo,
+    )  # fmt: skip
     ids = tuple(range(count, count + len(plan.lengths)))
     plans.append(dataclasses.replace(plan, sample_ids=ids))
     count += len(ids)
@@ -58,6 +60,9 @@ def make_case(run, name, plans, **how):
 
 
 def make_cases(run, plans):
+  if any(plan.solo for plan in plans):
+    wide = [dataclasses.replace(plan, children=plan.parents) for plan in plans]
+    return [make_case(run, 'wide', wide), make_case(run, 'solve', plans)]
   wide = [dataclasses.replace(plan, children=plan.parents, mode='parents') for plan in plans]
   return [
     make_case(run, 'parents', wide),
@@ -66,20 +71,22 @@ def make_cases(run, plans):
   ]
 
 
+# A run, its micro-batches, and the share of ranks that hold solo samples.
 RUNS = {
-  '16 ranks': (make_run(), 1),
-  'three micro-batches': (make_run(), 3),
-  'one rank': (make_run(1, 1), 1),
-  'nodes of one rank': (make_run(8, 1), 1),
-  '256 ranks': (make_run(4, 8, 8), 1),
+  '16 ranks': (make_run(), 1, 0.0),
+  'three micro-batches': (make_run(), 3, 0.0),
+  'one rank': (make_run(1, 1), 1, 0.0),
+  'nodes of one rank': (make_run(8, 1), 1, 0.0),
+  '256 ranks': (make_run(4, 8, 8), 1, 0.0),
+  'solo samples': (make_run(), 2, 0.7),
 }
 
 
 @pytest.fixture(scope='module', params=RUNS)
 def told(request):
   """A run and its cases."""
-  run, micro_batches = RUNS[request.param]
-  return run, make_cases(run, make_plans(run, 3, micro_batches))
+  run, micro_batches, solo = RUNS[request.param]
+  return run, make_cases(run, make_plans(run, 3, micro_batches, solo))
 
 
 class Elements(html.parser.HTMLParser):
@@ -110,7 +117,7 @@ def test_page_holds_its_data_and_needs_nothing_else(told):
   run, cases = told
   page = plan_page(run, cases, 'A plan')
   assert embedded(page) == page_data(run, cases)
-  assert [case['name'] for case in embedded(page)['cases']] == ['parents', 'redistribute', 'repack']
+  assert [case['name'] for case in embedded(page)['cases']] == [case.name for case in cases]
   for outside in ('http:', 'https:', 'src=', 'href=', '@import', 'url(', 'import('):
     assert outside not in page
   assert not re.search(r'\binnerHTML\b|\bfetch\(', page)
@@ -182,29 +189,80 @@ def test_cases_that_cannot_be_compared_are_refused():
 # --- the layouts -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('seed', range(20))
-def test_blocks_hold_every_token_and_all_work(seed):
-  run = make_run()
-  plan = make_plans(run, seed)[0]
-  held = held_blocks(plan)
-  assert [sum(blocks[1::2]) for blocks in held] == plan.rank_tokens.tolist()
+def amounts(blocks):
+  """What the blocks of each row add up to."""
+  return np.array([sum(row[1::2]) for row in blocks])
+
+
+@pytest.mark.parametrize('solo', [0.0, 0.7])
+@pytest.mark.parametrize('seed', range(10))
+def test_blocks_hold_every_token(seed, solo):
+  plan = make_plans(make_run(), seed, solo=solo)[0]
+  held, alone = held_blocks(plan)
+  assert amounts(held).tolist() == plan.shared_tokens.tolist()
+  assert (amounts(held) + amounts(alone)).tolist() == plan.rank_tokens.tolist()
+  assert any(alone) == bool(solo)
   of_sample = np.zeros(len(plan.lengths), np.int64)
-  for blocks in held:
+  for blocks in (*held, *alone):
     np.add.at(of_sample, blocks[::2], blocks[1::2])
-    assert all(tokens > 0 for tokens in blocks[1::2])
+    assert all(tokens > 0 and isinstance(tokens, int) for tokens in blocks[1::2])
   assert of_sample.tolist() == list(plan.lengths)
 
+
+@pytest.mark.parametrize('kind', [FULL, SPARSE])
+@pytest.mark.parametrize('solo', [0.0, 0.7])
+@pytest.mark.parametrize('seed', range(5))
+def test_blocks_hold_all_work(seed, solo, kind):
+  run = make_run()
+  plan = make_plans(run, seed, solo=solo)[0]
   cost = CostModel(run.cluster, run.model)
-  whole = cost.attention_s(np.array(plan.lengths, np.int64), FULL)
-  for parent, blocks in zip(plan.parents, work_blocks(plan, cost), strict=True):
-    assert tuple(blocks[::2]) == parent.samples
-    assert sum(blocks[1::2]) * parent.size == pytest.approx(whole[list(parent.samples)].sum(), rel=1e-5)
+  times = plan_times(plan, cost).kinds[kind]
+  work, alone = work_blocks(plan, cost, kind)
+  assert [tuple(blocks[::2]) for blocks in work] == [group.samples for group in plan.groups(kind)]
+  of_rank = spread(amounts(work), times.starts, plan.num_ranks)
+  np.testing.assert_allclose(of_rank, times.core_s, rtol=1e-5)
+  np.testing.assert_allclose(amounts(alone), times.solo_s, rtol=1e-5)
+  assert times.solo_s.any() == bool(solo)
+
+
+def test_exchange_is_what_the_ranks_send():
+  """A sample's bytes by its group's degree add up to all that is sent; solo samples add nothing."""
+  run = make_run(4)
+  plan = make_plans(run, 3, solo=0.7)[0]
+  for kind in (FULL, SPARSE):
+    sent = np.zeros(2)
+    for group in plan.groups(kind):
+      tokens = sum(plan.lengths[s] for s in group.samples)
+      sent += tokens * np.array(exchange_bytes(run.model, group.size, run.cluster.ranks_per_node))
+    traffic = plan_times(plan, CostModel(run.cluster, run.model)).kinds[kind].attention
+    np.testing.assert_allclose(sent, [traffic.intra.sum(), traffic.inter.sum()])
+  assert exchange_bytes(run.model, 1, 8) == [0, 0]
+  data = page_data(run, [make_case(run, 'solve', [plan])])
+  sizes = {group.size for group in (*plan.parents, *plan.children)}
+  assert data['exchange'] == {str(size): exchange_bytes(run.model, size, 8) for size in sizes}
+
+
+def test_solo_samples_are_counted():
+  run = make_run()
+  plans = make_plans(run, 3, 2, 0.7)
+  shown = page_data(run, [make_case(run, 'solve', plans)])['cases'][0]
+  alone = [(plan, s) for plan in plans for group in plan.solo for s in group.samples]
+  assert shown['solo_samples'] == len(alone) > 0
+  assert shown['solo_tokens'] == sum(plan.lengths[s] for plan, s in alone)
+  assert shown['tokens'] == sum(plan.total_tokens for plan in plans)
+  for batch, plan in zip(shown['micro_batches'], plans, strict=True):
+    assert [rank for rank, row in enumerate(batch['solo_held']) if row] == [g.first_rank for g in plan.solo]
+    assert [row[::2] for row in batch['solo_work']] == [row[::2] for row in batch['solo_held']]
 
 
 def test_blocks_follow_the_stream():
   parents, children = (Group(0, 4, (2, 0, 1)),), (Group(0, 2, (2, 0)), Group(2, 2, (1,)))
   plan = Plan((4, 2, 9), (5, 2, 4), parents, children, 'repack', 8, 4, 4, 4).validate()
-  assert held_blocks(plan) == [[2, 4], [0, 5], [1, 1], [1, 1]]
+  assert held_blocks(plan) == ([[2, 4], [0, 5], [1, 1], [1, 1]], [[]] * 4)
+  solo = (Group(1, 1, (4,)), Group(3, 1, (5, 3)))
+  lengths = (5, 2, 4, 1, 3, 6)
+  plan = Plan(tuple(range(6)), lengths, parents, children, 'solve', 8, 4, 4, 4, solo).validate()
+  assert held_blocks(plan) == ([[2, 4], [0, 5], [1, 1], [1, 1]], [[], [4, 3], [], [5, 6, 3, 1]])
 
 
 def test_empty_ranks_and_an_empty_batch():

@@ -72,7 +72,7 @@ let colours = {};
 function readColours() {
   const style = getComputedStyle(document.documentElement);
   const read = (name) => style.getPropertyValue('--' + name).trim();
-  colours = { cause: [], sample: new Map() };
+  colours = { cause: [], sample: new Map(), solo: new Map() };
   for (const name of [
     'bg',
     'text',
@@ -84,6 +84,8 @@ function readColours() {
     'node',
     'dust',
     'dust-line',
+    'solo-dust',
+    'solo-dust-line',
     'missing',
     'wait-ground',
     'waiting',
@@ -94,7 +96,11 @@ function readColours() {
     const name = cause.replace('wait: ', '').replaceAll(' ', '-');
     colours.cause.push(read(name) || read(family));
   }
-  page.samples.forEach((id, place) => colours.sample.set(id, sampleColour(place)));
+  page.samples.forEach((id, place) => {
+    const colour = sampleColour(place);
+    colours.sample.set(id, colour);
+    colours.solo.set(id, mixed(colour, colours.bg, darkMode.matches ? 0.4 : 0.5));
+  });
 }
 
 // The longest samples get colours that one can tell apart, the others muted ones that part neighbours.
@@ -136,10 +142,27 @@ function hslHex(hue, saturation, light) {
   return '#' + part(0) + part(8) + part(4);
 }
 
+const channels = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
+
+// A colour with so much of another in it.
+function mixed(hex, other, part) {
+  const into = channels(other);
+  return (
+    '#' +
+    channels(hex)
+      .map((value, at) =>
+        Math.round(value + part * (into[at] - value))
+          .toString(16)
+          .padStart(2, '0'),
+      )
+      .join('')
+  );
+}
+
 // Black or white, whichever reads better on a colour.
 function inkOn(hex) {
-  const [r, g, b] = [1, 3, 5].map((at) => {
-    const value = parseInt(hex.slice(at, at + 2), 16) / 255;
+  const [r, g, b] = channels(hex).map((channel) => {
+    const value = channel / 255;
     return value <= 0.04 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
   });
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.19 ? '#101010' : '#ffffff';

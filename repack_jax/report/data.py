@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from repack_jax.config import FULL, RunConfig
-from repack_jax.cost import CostModel
+from repack_jax.config import FULL, ModelConfig, RunConfig
+from repack_jax.cost import CostModel, bytes_per_peer
 from repack_jax.plan import Group, Plan
 from repack_jax.report import words
 from repack_jax.report.case import FAMILIES, Case, check_cases, family
@@ -20,6 +20,8 @@ from repack_jax.report.timeline import pattern_period, timeline
 from repack_jax.simulator import CAUSES
 
 Data = dict[str, Any]
+# [sample, amount, sample, amount, ...] in the order in which they lie.
+Blocks = list[float]
 
 
 def page_data(run: RunConfig, cases: Sequence[Case]) -> Data:
@@ -42,6 +44,7 @@ def page_data(run: RunConfig, cases: Sequence[Case]) -> Data:
       ['Model', words.describe_model(run.model)],
       ['Batch', words.describe_batch(lengths)],
     ],
+    'exchange': _exchange(run, cases),
     'causes': [[cause, family(cause)] for cause in CAUSES],
     'families': list(FAMILIES),
     'samples': sorted(lengths, key=lambda sample: (-lengths[sample], sample)),
@@ -60,10 +63,26 @@ def _case(run: RunConfig, case: Case, baseline: Case, tick_s: float) -> Data:
     'mfu': simulated.mfu or None,
     'tokens_per_s': sum(plan.total_tokens for plan in case.plans) / simulated.step_s,
     'cross_node_bytes': simulated.cross_node_bytes,
+    'tokens': sum(plan.total_tokens for plan in case.plans),
+    'solo_samples': sum(len(group.samples) for plan in case.plans for group in plan.solo),
+    'solo_tokens': sum(int((plan.rank_tokens - plan.shared_tokens).sum()) for plan in case.plans),
     'seconds': [simulated.mean_s([cause]) for cause in CAUSES],
     'micro_batches': [layout_data(plan, cost) for plan in case.plans],
     'timeline': timeline(run.model, case, tick_s),
   }
+
+
+def _exchange(run: RunConfig, cases: Sequence[Case]) -> dict[str, list[int]]:
+  """SP degree -> `exchange_bytes`, for every degree of the cases' groups."""
+  plans = [plan for case in cases for plan in case.plans]
+  sizes = {group.size for plan in plans for group in (*plan.parents, *plan.children)}
+  return {str(size): exchange_bytes(run.model, size, run.cluster.ranks_per_node) for size in sorted(sizes)}
+
+
+def exchange_bytes(model: ModelConfig, size: int, ranks_per_node: int) -> list[int]:
+  """[inside nodes, between nodes]: bytes that a token of a group sends in one layer's forward pass."""
+  each = int(bytes_per_peer(model, size))
+  return [each * (min(size, ranks_per_node) - 1), each * max(0, size - ranks_per_node)]
 
 
 def layout_data(plan: Plan, cost: CostModel) -> Data:
@@ -71,10 +90,12 @@ def layout_data(plan: Plan, cost: CostModel) -> Data:
 
   Returns, besides what the plan says of itself:
     parents, children: [first rank, size, number of samples] of each group.
-    held: for each rank [sample, tokens, sample, tokens, ...] in stream order: what it holds in sparse layers.
-    work: for each parent [sample, seconds, sample, seconds, ...] in stream order: what each of its ranks
-      computes of a full layer's attention core, which is 1 / size of the sample's pairs.
+    held, solo_held: blocks of tokens that each rank holds, of its child's stream and of solo samples.
+    work, solo_work: blocks of seconds of a full layer's attention core: of each parent, what every rank of
+      it computes, and of each rank, what it computes of solo samples.
   """
+  held, solo_held = held_blocks(plan)
+  work, solo_work = work_blocks(plan, cost, FULL)
   return {
     'mode': plan.mode,
     'capacity': plan.capacity_tokens,
@@ -82,8 +103,10 @@ def layout_data(plan: Plan, cost: CostModel) -> Data:
     'lengths': list(plan.lengths),
     'parents': [_group(group) for group in plan.parents],
     'children': [_group(group) for group in plan.children],
-    'held': held_blocks(plan),
-    'work': work_blocks(plan, cost),
+    'held': held,
+    'solo_held': solo_held,
+    'work': work,
+    'solo_work': solo_work,
   }
 
 
@@ -91,32 +114,41 @@ def _group(group: Group) -> list[int]:
   return [group.first_rank, group.size, len(group.samples)]
 
 
-def held_blocks(plan: Plan) -> list[list[int]]:
-  """Each rank's run of its child's stream, cut at the samples' borders (the plan's rule 1)."""
-  held: list[list[int]] = []
+def held_blocks(plan: Plan) -> tuple[list[Blocks], list[Blocks]]:
+  """Of each rank: its run of its child's stream, cut at samples' borders (rule 1), and its solo samples."""
+  held: list[Blocks] = []
   for child in plan.children:
     ends = np.cumsum([plan.lengths[s] for s in child.samples], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     for i in range(child.size):
       low, high = i * total // child.size, (i + 1) * total // child.size
-      blocks: list[int] = []
+      blocks: Blocks = []
       for at in range(int(np.searchsorted(ends, low, 'right')), len(ends)):
         begin = max(low, int(ends[at]) - plan.lengths[child.samples[at]])
         if begin >= high:
           break
         blocks += [child.samples[at], min(high, int(ends[at])) - begin]
       held.append(blocks)
-  return held
+  return held, _solo_blocks(plan, plan.lengths)
 
 
-def work_blocks(plan: Plan, cost: CostModel) -> list[list[float]]:
-  """Each parent's samples and the seconds of a full layer's core that every rank of it spends on them."""
-  seconds = cost.attention_s(np.array(plan.lengths, np.int64), FULL)
-  work: list[list[float]] = []
-  for parent in plan.parents:
-    blocks: list[float] = []
-    for sample in parent.samples:
-      # Six figures are finer than a pixel and keep the page small.
-      blocks += [sample, float(f'{seconds[sample] / parent.size:.6g}')]
-    work.append(blocks)
-  return work
+def work_blocks(plan: Plan, cost: CostModel, kind: str) -> tuple[list[Blocks], list[Blocks]]:
+  """Seconds of a layer's attention core: of each group what every rank of it spends, of each rank solo's."""
+  seconds = cost.attention_s(np.array(plan.lengths, np.int64), kind).tolist()
+  return [_blocks(group, seconds) for group in plan.groups(kind)], _solo_blocks(plan, seconds)
+
+
+def _solo_blocks(plan: Plan, amounts: Sequence[float]) -> list[Blocks]:
+  """Of each rank: its solo samples, whole."""
+  of_rank = {group.first_rank: _blocks(group, amounts) for group in plan.solo}
+  return [of_rank.get(rank, []) for rank in range(plan.num_ranks)]
+
+
+def _blocks(group: Group, amounts: Sequence[float]) -> Blocks:
+  """What a rank of the group has of each of its samples, an even share."""
+  blocks: Blocks = []
+  for sample in group.samples:
+    share = amounts[sample] / group.size
+    # Tokens are whole; six figures of seconds are finer than a pixel and keep the page small.
+    blocks += [sample, int(share) if share == int(share) else float(f'{share:.6g}')]
+  return blocks

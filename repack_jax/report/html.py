@@ -12,7 +12,7 @@ from repack_jax.config import RunConfig
 from repack_jax.report.case import Case
 from repack_jax.report.data import page_data
 
-_SCRIPTS = ('common.js', 'rows.js', 'layouts.js', 'timeline.js', 'page.js')
+_SCRIPTS = ('common.js', 'rows.js', 'layouts.js', 'timeline.js', 'bars.js', 'page.js')
 
 
 def plan_page(run: RunConfig, cases: Sequence[Case], title: str) -> str:

@@ -2,6 +2,11 @@
 
 const BRACKETS = 46; // the right gutter, for the groups
 const THINNEST = 1.5; // blocks below this many pixels are drawn together
+const THINNEST_SOLO = 3; // the same for solo samples, of which there are many
+const SOLO_GAP = 3; // pixels between what a group shares and a rank's solo samples
+
+// Rows that share samples need no line between them where there is little room.
+const rowHeight = (solo) => (THIN ? (solo ? ROW - 0.5 : ROW) : ROW - 1);
 
 class Layout extends Rows {
   constructor(host, full) {
@@ -22,24 +27,29 @@ class Layout extends Rows {
     });
   }
 
-  // Of each rank: samples in stream order and where each ends along x. Ranks of a parent share theirs.
+  // Of each rank: samples in the order in which they lie, where each ends along x, and how many of them come
+  // before the solo ones.
   load() {
     const batch = shownBatch();
-    const cut = (flat) => {
+    this.groups = this.full ? batch.parents : batch.children;
+    const solo = this.full ? batch.solo_work : batch.solo_held;
+    const shared = this.full
+      ? batch.parents.flatMap(([, size], at) => Array(size).fill(batch.work[at]))
+      : batch.held;
+    this.blocks = shared.map((flat, rank) => {
       const samples = [],
         ends = [];
-      for (let i = 0, end = 0; i < flat.length; i += 2) {
-        samples.push(flat[i]);
-        ends.push((end += flat[i + 1]));
+      let end = 0;
+      for (const part of [flat, solo[rank]]) {
+        for (let i = 0; i < part.length; i += 2) {
+          samples.push(part[i]);
+          ends.push((end += part[i + 1]));
+        }
       }
-      return { samples, ends, total: ends.length ? ends[ends.length - 1] : 0 };
-    };
-    this.groups = this.full ? batch.parents : batch.children;
-    if (this.full) {
-      const parents = batch.work.map(cut);
-      this.blocks = batch.parents.flatMap(([, size], at) => Array(size).fill(parents[at]));
-    } else this.blocks = batch.held.map(cut);
-    this.range = [0, this.full ? mostWork() * 1.04 || 1 : batch.capacity * 1.04];
+      const before = flat.length / 2;
+      return { samples, ends, total: end, shared: before, sharedEnd: before ? ends[before - 1] : 0 };
+    });
+    this.range = [0, 1.04 * (this.full ? mostWork() || 1 : mostHeld())];
     const totals = this.blocks.map((block) => block.total);
     this.mean = totals.reduce((sum, total) => sum + total, 0) / totals.length;
     this.most = Math.max(...totals);
@@ -49,9 +59,15 @@ class Layout extends Rows {
   describe() {
     const sizes = new Map();
     for (const [, size, samples] of this.groups) if (samples) sizes.set(size, (sizes.get(size) ?? 0) + 1);
-    const empty = this.groups.filter(([, , samples]) => !samples).length;
+    // An empty group of one rank is no group but a rank for solo samples.
+    const solo = shownBatch().solo_held.filter((flat) => flat.length);
+    const empty = this.groups.filter(([, size, samples]) => !samples && !(size === 1 && solo.length)).length;
     const groups = [...sizes].sort((a, b) => b[0] - a[0]).map(([size, count]) => `${count} x SP${size}`);
     if (empty) groups.push(`${empty} empty`);
+    if (solo.length) {
+      const samples = solo.reduce((sum, flat) => sum + flat.length / 2, 0);
+      groups.push(`${plural(samples, 'solo sample')} on ${plural(solo.length, 'rank')}`);
+    }
     const over = this.mean ? `, ${(this.most / this.mean).toFixed(2)} times the mean` : '';
     const facts = this.full
       ? `the busiest rank computes ${seconds(this.most)} of attention core a layer${over}`
@@ -69,57 +85,80 @@ class Layout extends Rows {
     this.blocks.forEach((block, rank) => this.drawRank(context, block, rank));
     if (this.full) this.drawMark(context, this.mean, `mean ${seconds(this.mean, 3)}`, [3, 4]);
     else this.drawMark(context, shownBatch().capacity, `capacity ${whole(shownBatch().capacity)}`, [6, 4]);
-    this.groups.forEach((group) => this.drawBracket(context, group));
+    for (const group of this.groups) {
+      if (group[1] === 1 && !group[2]) continue;
+      const colour = group[2] ? colours.text : colours.line;
+      this.drawBracket(context, group, colour);
+      this.drawFrame(context, group, colour);
+    }
     this.drawOver();
   }
 
   drawRank(context, block, rank) {
-    const y = rows.top[rank],
-      height = ROW - (THIN ? 0.5 : 1);
+    const y = rows.top[rank];
     let begin = this.left,
       dust = null;
-    const flush = () => {
+    const flush = (solo) => {
       if (dust === null) return;
-      context.fillStyle = THIN ? colours.dust : hatch(context, colours.dust, colours['dust-line']);
-      context.fillRect(dust, y, begin - dust, height);
+      const [ground, line] = solo ? ['solo-dust', 'solo-dust-line'] : ['dust', 'dust-line'];
+      context.fillStyle = THIN ? colours[ground] : hatch(context, colours[ground], colours[line]);
+      context.fillRect(dust, y, Math.max(1, begin - dust), rowHeight(solo));
       dust = null;
     };
     block.samples.forEach((sample, at) => {
-      const end = this.x(block.ends[at]);
-      if (end - begin < THINNEST) dust ??= begin;
+      const end = this.x(block.ends[at]),
+        solo = at >= block.shared;
+      if (at === block.shared) {
+        flush(false);
+        if (at) begin = Math.min(begin + SOLO_GAP, Math.max(begin, this.x(block.total) - 1));
+      }
+      if (end - begin < (solo ? THINNEST_SOLO : THINNEST)) dust ??= begin;
       else {
-        flush();
-        this.drawBlock(context, sample, begin, end, y, height);
+        flush(solo);
+        this.drawBlock(context, sample, begin, end, y, solo);
         // Once a node is enough where ranks in a row work on the same sample.
         const again = rank % page.ranks_per_node && this.blocks[rank - 1].samples.includes(sample);
-        if (!THIN && !again) this.drawText(context, sample, begin, end, y + height / 2);
+        if (!THIN && !again) this.drawText(context, sample, begin, end, y + (ROW - 1) / 2, solo);
       }
-      begin = end;
+      begin = Math.max(begin, end);
     });
-    flush();
+    flush(block.samples.length > block.shared);
   }
 
-  drawBlock(context, sample, begin, end, y, height) {
-    const gap = end - begin > 4 ? 1 : 0;
-    context.fillStyle = colours.sample.get(shownBatch().ids[sample]);
-    context.fillRect(begin, y, end - begin - gap, height);
+  drawBlock(context, sample, begin, end, y, solo) {
+    const gap = end - begin > 4 ? 1 : 0,
+      id = shownBatch().ids[sample];
+    context.fillStyle = solo ? colours.solo.get(id) : colours.sample.get(id);
+    context.fillRect(begin, y, end - begin - gap, rowHeight(solo));
   }
 
-  drawText(context, sample, begin, end, middle) {
+  // Around what the group shares. Its ranks' shares differ by a token at most.
+  drawFrame(context, [first, size, samples], colour) {
+    if (!samples) return;
+    const top = rows.top[first] - 0.5,
+      end = rows.top[first + size - 1] + ROW - (THIN ? 0 : 0.5);
+    const shares = this.blocks.slice(first, first + size).map((block) => block.sharedEnd);
+    const right = Math.round(this.x(Math.max(...shares))) + 0.5;
+    context.strokeStyle = colour;
+    context.strokeRect(this.left - 0.5, top, right - this.left + 0.5, end - top);
+  }
+
+  drawText(context, sample, begin, end, middle, solo) {
     const batch = shownBatch(),
       id = batch.ids[sample];
     this.font(context, 11);
-    context.fillStyle = inkOn(colours.sample.get(id));
+    context.fillStyle = inkOn((solo ? colours.solo : colours.sample).get(id));
     const fits = (text) => context.measureText(text).width <= end - begin - 8;
-    const text = [`${id}: ${whole(batch.lengths[sample])}`, String(id)].find(fits);
+    // Numbers alone of hundreds of solo samples would be noise.
+    const text = [`${id}: ${whole(batch.lengths[sample])}`, ...(solo ? [] : [String(id)])].find(fits);
     if (text) context.fillText(text, begin + 4, middle + 0.5);
   }
 
-  drawBracket(context, [first, size, samples]) {
+  drawBracket(context, [first, size, samples], colour) {
     const top = rows.top[first] + 0.5,
       end = rows.top[first + size - 1] + ROW - 1.5,
       x = this.right + 4.5;
-    context.strokeStyle = samples ? colours.text : colours.line;
+    context.strokeStyle = colour;
     context.beginPath();
     context.moveTo(x - 3, top);
     context.lineTo(x, top);
@@ -132,7 +171,7 @@ class Layout extends Rows {
     context.fillText(`SP${size}`, x + 4, (top + end) / 2 + 0.5);
   }
 
-  // The marked sample in full colour, all else faded.
+  // The marked sample in full colour and the group that exchanges it, all else faded.
   drawOver() {
     const context = this.context(this.over),
       id = marked();
@@ -142,9 +181,11 @@ class Layout extends Rows {
     context.globalAlpha = 0.72;
     context.fillRect(this.left, TOP - 4, this.right - this.left, rows.end - TOP + 6);
     context.globalAlpha = 1;
+    let holder = null;
     this.blocks.forEach((block, rank) => {
       const at = block.samples.indexOf(sample);
       if (at < 0) return;
+      if (at < block.shared) holder ??= rank;
       const begin = at ? this.x(block.ends[at - 1]) : this.left,
         wide = Math.max(3, this.x(block.ends[at]) - begin);
       context.fillStyle = colours.sample.get(id);
@@ -152,6 +193,15 @@ class Layout extends Rows {
       context.strokeStyle = colours.text;
       if (!THIN) context.strokeRect(begin + 0.5, rows.top[rank] + 0.5, wide - 1, ROW - 2);
     });
+    if (holder === null) return;
+    const group = this.groupOf(holder);
+    context.lineWidth = 2.5;
+    if (group[1] > 1) this.drawFrame(context, group, colours.accent);
+    this.drawBracket(context, group, colours.accent);
+  }
+
+  groupOf(rank) {
+    return this.groups.find(([first, size]) => rank < first + size);
   }
 
   find(event) {
@@ -164,16 +214,18 @@ class Layout extends Rows {
     const batch = shownBatch(),
       sample = block.samples[at];
     const here = block.ends[at] - (block.ends[at - 1] ?? 0);
-    return { rank, id: batch.ids[sample], length: batch.lengths[sample], here };
+    return { rank, id: batch.ids[sample], length: batch.lengths[sample], here, solo: at >= block.shared };
   }
 
   point(event) {
     const found = this.find(event);
     setHover(found ? found.id : null);
     if (!found) return showTip(null);
-    const [first, size] = this.groups.find(([first, size]) => found.rank < first + size);
+    const [first, size, samples] = this.groupOf(found.rank);
     const where = `rank ${found.rank}, node ${Math.floor(found.rank / page.ranks_per_node)}`;
-    const group = `${this.full ? 'parent' : 'child'} SP${size} on ${rankSpan(first, size)}`;
+    const group = samples
+      ? `${this.full ? 'parent' : 'child'} SP${size} on ${rankSpan(first, size)}`
+      : 'no shared samples';
     const total = this.blocks[found.rank].total;
     if (found.id === null) {
       const all = this.full ? `${seconds(total)} a layer in all` : `${plural(total, 'token')} in all`;
@@ -182,7 +234,9 @@ class Layout extends Rows {
     const here = this.full
       ? `${seconds(found.here)} of this rank's ${seconds(total)} a layer`
       : `${plural(found.here, 'token')} here, of the rank's ${whole(total)}`;
-    return showTip([`sample ${found.id}: ${plural(found.length, 'token')}`, here, where, group], event);
+    const name = `sample ${found.id}: ${plural(found.length, 'token')}`;
+    if (found.solo) return showTip([name, here, `solo on ${where}`, exchangeText(found.length, 1)], event);
+    showTip([name, here, where, group, exchangeText(found.length, size)], event);
   }
 
   leave() {
@@ -192,20 +246,29 @@ class Layout extends Rows {
 
 const rankSpan = (first, size) => (size === 1 ? `rank ${first}` : `ranks ${first} to ${first + size - 1}`);
 
-// The longest row of all cases, so that their pictures compare.
+// What a sample's tokens send in one layer of a group of so many ranks.
+function exchangeText(tokens, size) {
+  const [inside, across] = (page.exchange[size] ?? [0, 0]).map((each) => each * tokens);
+  if (!inside && !across) return 'takes part in no exchange';
+  const far = across ? `, ${bytes(across)} of it to other nodes` : ', inside its node';
+  return `exchanges ${bytes(inside + across)} in a layer's forward pass${far}`;
+}
+
+// The longest rows of all cases, so that their pictures compare.
+const allBatches = page.cases.flatMap((one) => one.micro_batches);
+const mostHeld = () => Math.max(...allBatches.map((batch) => batch.capacity));
 let workOfAll = null;
 function mostWork() {
-  workOfAll ??= Math.max(
-    0,
-    ...page.cases
-      .flatMap((one) => one.micro_batches)
-      .map((batch) =>
-        Math.max(
-          0,
-          ...batch.work.map((flat) => flat.reduce((sum, value, at) => sum + (at % 2 ? value : 0), 0)),
-        ),
-      ),
-  );
+  const sum = (flat) => flat.reduce((total, value, at) => total + (at % 2 ? value : 0), 0);
+  const most = (batch) => {
+    const solo = batch.solo_work.map(sum);
+    return Math.max(
+      ...batch.parents.map(([first, size], at) => {
+        return sum(batch.work[at]) + Math.max(...solo.slice(first, first + size));
+      }),
+    );
+  };
+  workOfAll ??= Math.max(...allBatches.map(most));
   return workOfAll;
 }
 
@@ -215,12 +278,21 @@ function sampleFacts(id) {
     sample = placeOf(batch, id);
   if (sample === undefined) return `Sample ${id} is in another micro-batch of this case.`;
   const has = (flat) => flat.some((value, at) => at % 2 === 0 && value === sample);
+  const alone = batch.solo_held.findIndex(has);
+  if (alone >= 0) {
+    const tokens = batch.lengths[sample];
+    return (
+      `${plural(tokens, 'token')}. Solo on rank ${alone}, whole and in all layers; ` +
+      `${exchangeText(tokens, 1)}.`
+    );
+  }
   const parent = batch.parents[batch.work.findIndex(has)];
   const holders = batch.held.flatMap((flat, rank) => (has(flat) ? [rank] : []));
   const child = batch.children.find(([first, size]) => holders[0] >= first && holders[0] < first + size);
+  const exchange = ([, size]) => exchangeText(batch.lengths[sample], size);
   return (
     `${plural(batch.lengths[sample], 'token')}. ` +
-    `Full layers: SP${parent[1]} on ${rankSpan(parent[0], parent[1])}. ` +
-    `Sparse layers: SP${child[1]}, held by ${rankSpan(holders[0], holders.length)}.`
+    `Full layers: SP${parent[1]} on ${rankSpan(parent[0], parent[1])}, ${exchange(parent)}. ` +
+    `Sparse layers: SP${child[1]}, held by ${rankSpan(holders[0], holders.length)}, ${exchange(child)}.`
   );
 }

@@ -1,4 +1,4 @@
-// Puts the page together: head, controls, tables and bars; the state is kept in the address.
+// Puts the page together: head, controls, tables and legends; the state is kept in the address.
 
 const pictures = {};
 
@@ -69,12 +69,17 @@ function showTiles() {
   const one = shownCase(),
     baseline = page.cases[0];
   const tiles = [[seconds(one.step_s), 'a step']];
-  if (state.case) tiles.push([`${figures(one.speed)}x`, `as fast as ${baseline.name}`]);
+  if (state.case) tiles.push([`${one.speed.toFixed(2)}x`, `as fast as ${baseline.name}`]);
   if (one.mfu !== null) tiles.push([percent(one.mfu), 'MFU']);
   tiles.push(
     [whole(one.tokens_per_s), 'tokens a second'],
     [bytes(one.cross_node_bytes), 'across nodes a step'],
   );
+  if (one.solo_samples)
+    tiles.push([
+      percent(one.solo_tokens / one.tokens),
+      `of tokens in ${plural(one.solo_samples, 'solo sample')}`,
+    ]);
   byId('tiles').replaceChildren(
     ...tiles.map(([value, name]) => {
       const tile = element('div');
@@ -83,11 +88,6 @@ function showTiles() {
     }),
   );
 }
-
-const totals = (one) =>
-  page.families.map((family) =>
-    one.seconds.reduce((sum, value, cause) => sum + (page.causes[cause][1] === family ? value : 0), 0),
-  );
 
 function fillTable(table, head, body, current) {
   const headRow = element('tr');
@@ -111,13 +111,17 @@ function showCases() {
   const head = ['case', 'step', `speed against ${page.cases[0].name}`];
   if (known) head.push('MFU');
   head.push('tokens a second', 'across nodes');
+  const solo = page.cases.some((one) => one.solo_samples);
+  if (solo) head.push('solo samples', 'solo tokens');
   if (several) head.push('micro-batches');
   const body = page.cases.map((one) => {
     const cells = [one.name, seconds(one.step_s), `${one.speed.toFixed(2)}x`];
     if (known) cells.push(one.mfu === null ? 'unknown' : percent(one.mfu));
     cells.push(whole(one.tokens_per_s), bytes(one.cross_node_bytes));
+    if (solo) cells.push(whole(one.solo_samples), percent(one.solo_tokens / one.tokens));
     if (several) cells.push(String(one.micro_batches.length));
-    return [...cells, ...totals(one).map((value) => percent(value / one.step_s))];
+    const shares = page.families.map((family) => percent(familySeconds(one, family) / one.step_s));
+    return [...cells, ...shares];
   });
   fillTable(byId('cases'), [...head, ...page.families], body, state.case);
 }
@@ -130,46 +134,6 @@ function showSeconds() {
     byId('seconds'),
     ['cause', ...page.cases.map((one) => one.name)],
     used.map((cause) => [page.causes[cause][0], ...page.cases.map((one) => seconds(one.seconds[cause]))]),
-  );
-}
-
-function showBars() {
-  const longest = Math.max(...page.cases.map((one) => one.step_s));
-  const ink = document.createElement('canvas').getContext('2d'),
-    probe = element('div', null, { class: 'bar' });
-  probe.append(element('span'), element('div'), element('span'));
-  byId('bars').replaceChildren(probe);
-  const full = probe.children[1].clientWidth;
-  pictures.full.font(ink, 13);
-  byId('bars').replaceChildren(
-    ...page.cases.map((one) => {
-      const bar = element('div', null, { class: 'bar' }),
-        stack = element('div', null, { class: 'stack' });
-      const said = [];
-      one.seconds.forEach((value, cause) => {
-        const part = value / longest,
-          name = page.causes[cause][0];
-        if (part < 5e-4) return;
-        const fits = !isWait(cause) && ink.measureText(name).width + 8 < part * full;
-        const piece = element('i', fits ? name : '');
-        piece.style.width = `${100 * part}%`;
-        piece.style.background = cssOfCause(cause);
-        if (!isWait(cause)) piece.style.color = inkOn(colours.cause[cause]);
-        piece.addEventListener('pointermove', (event) =>
-          showTip(
-            [name, `${seconds(value)}, ${percent(value / one.step_s)} of the step`, `case ${one.name}`],
-            event,
-          ),
-        );
-        piece.addEventListener('pointerleave', () => showTip(null));
-        stack.append(piece);
-        said.push(`${name} ${seconds(value)}`);
-      });
-      stack.setAttribute('role', 'img');
-      stack.setAttribute('aria-label', said.join(', '));
-      bar.append(element('span', one.name), stack, element('span', seconds(one.step_s)));
-      return bar;
-    }),
   );
 }
 
@@ -190,10 +154,13 @@ function showCauseLegend() {
       const members = page.causes
         .map(([, of], cause) => (of === family ? cause : -1))
         .filter((cause) => cause >= 0 && page.cases.some((one) => one.seconds[cause] > 1e-9 * one.step_s));
-      if (members.length > 1) list.append(element('li', `${family}:`, { class: 'family' }));
-      list.append(
-        ...members.map((cause) => entry(cssOfCause(cause), page.causes[cause][0].replace('wait: ', ''))),
+      const items = members.map((cause) =>
+        entry(cssOfCause(cause), page.causes[cause][0].replace('wait: ', '')),
       );
+      // With the first one, so that no line ends between them.
+      if (items.length && (items.length > 1 || family === 'waiting'))
+        items[0].prepend(element('span', `${family}:`, { class: 'family' }));
+      list.append(...items);
     }
     if (shownCase().timeline.left_out) list.append(entry(colours.missing, 'not on this page'));
   }
@@ -202,11 +169,19 @@ function showCauseLegend() {
 function showSampleLegend() {
   const batch = shownBatch(),
     here = samplesHere().slice(0, 8);
-  const items = here.map((id) =>
-    entry(colours.sample.get(id), `sample ${id}: ${plural(batch.lengths[placeOf(batch, id)], 'token')}`),
-  );
+  const solo = new Set(batch.solo_held.flatMap((flat) => flat.filter((_, at) => at % 2 === 0)));
+  const items = here.map((id) => {
+    const sample = placeOf(batch, id);
+    const colour = (solo.has(sample) ? colours.solo : colours.sample).get(id);
+    return entry(colour, `sample ${id}: ${plural(batch.lengths[sample], 'token')}`);
+  });
   const line = `repeating-linear-gradient(135deg, ${colours.dust} 0 4px, ${colours['dust-line']} 4px 5.5px)`;
   items.push(entry(THIN ? colours.dust : line, 'samples too short to draw apart'));
+  if (solo.size) {
+    const [first] = solo;
+    const text = 'faint, behind a gap: solo samples, each whole on one rank and in no exchange';
+    items.push(entry(colours.solo.get(batch.ids[first]), text));
+  }
   byId('sample-legend').replaceChildren(...items);
 }
 
@@ -268,7 +243,11 @@ byId('about').append(...page.about.flatMap(([name, text]) => [element('dt', name
 byId('cases-note').textContent =
   `Speed is the step of ${page.cases[0].name} over a case's own. Shares are of a rank's time, ` +
   'mean over ranks; padding is work on slots that hold no token. ' +
-  'Bytes are those of attention exchanges and redistribution.';
+  'Bytes are those of attention exchanges and redistribution.' +
+  (page.cases.some((one) => one.solo_samples)
+    ? ' Solo samples stay whole on one rank in all layers and are in no exchange of attention.'
+    : '');
+byId('losses-note').textContent = `beside each number, how it differs from ${page.cases[0].name}`;
 pictures.full = new Layout(byId('full'), true);
 pictures.sparse = new Layout(byId('sparse'), false);
 pictures.timeline = new Timeline(byId('timeline'));

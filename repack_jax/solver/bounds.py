@@ -28,10 +28,11 @@ def compute_bound_s(lengths: np.ndarray, cluster: ClusterConfig, model: ModelCon
 def lower_bound_s(
   lengths: Sequence[int] | np.ndarray, cluster: ClusterConfig, model: ModelConfig, config: PlannerConfig
 ) -> float:
-  """Seconds below which no plan's `timing.predicted_s`, added up over micro-batches, can be.
+  """Seconds below which no plans of a batch can be, by the simulator or by `timing.predicted_s`, added up.
 
   Perfect balance of all work, and for each sample the cheapest exchange that its length and the capacity
-  allow; and no layer is faster than its slowest sample at that sample's best SP degree. No latencies.
+  allow; and nothing is faster than a rank of the slowest sample's groups at that sample's best SP degrees. No
+  latencies. Where all ranks meet at each layer, both hold layer by layer, which is tighter.
   """
   lengths = np.asarray(lengths, np.int64)
   if not len(lengths):
@@ -40,21 +41,23 @@ def lower_bound_s(
   layers = range(model.num_layers)
   tokens = float(lengths.sum()) / cluster.num_ranks
   both = 1 + cost.linear_backward
-  seconds = tokens * (3 * cost.logits_s() + both * sum(cost.before_s() + cost.after_s(i) for i in layers))
-  for kind in (FULL, SPARSE):
-    mean_s, longest_s = _attention_bounds_s(lengths, cost, config, kind)
-    for layer in (i for i in layers if model.layer_kinds[i] == kind):
-      experts_s = tokens * both * cost.routed_s(layer)
-      if model.has_experts(layer):
-        experts_s += 4 * tokens * cost.expert_bytes_per_token() / cluster.intra_node_bytes_per_s
-      seconds += max(mean_s + experts_s, longest_s)
-  return seconds
+  own_s = tokens * (3 * cost.logits_s() + both * sum(cost.before_s() + cost.after_s(i) for i in layers))
+  attention = {kind: _attention_bounds_s(lengths, cost, config, kind) for kind in (FULL, SPARSE)}
+  mean_s, longest_s = np.zeros(model.num_layers), np.zeros((model.num_layers, len(lengths)))
+  for layer, kind in enumerate(model.layer_kinds):
+    mean_s[layer], longest_s[layer] = attention[kind]
+    mean_s[layer] += tokens * both * cost.routed_s(layer)
+    if model.has_experts(layer):
+      mean_s[layer] += 4 * tokens * cost.expert_bytes_per_token() / cluster.intra_node_bytes_per_s
+  if cluster.prefetch_layers == 0 and cluster.domains == 1:
+    return own_s + float(np.maximum(mean_s, longest_s.max(axis=1)).sum())
+  return own_s + max(float(mean_s.sum()), float(longest_s.sum(axis=0).max()))
 
 
 def _attention_bounds_s(
   lengths: np.ndarray, cost: CostModel, config: PlannerConfig, kind: str
-) -> tuple[float, float]:
-  """Attention and its exchanges in one layer, both passes: (mean over ranks, the slowest sample at its best)."""
+) -> tuple[float, np.ndarray]:
+  """Attention and its exchanges in one layer, both passes: (mean over ranks, each sample's fastest group)."""
   core_s = (1 + ATTENTION_BACKWARD_OVER_FORWARD) * cost.attention_s(lengths, kind)
   cheapest, best = np.full(len(lengths), np.inf), np.full(len(lengths), np.inf)
   for degree in allowed_sp_degrees(cost.cluster, cost.model, config):
@@ -62,4 +65,4 @@ def _attention_bounds_s(
     exchange_s = 2 * lengths * cost.exchange_s(degree)
     cheapest = np.where(fits, np.minimum(cheapest, exchange_s), cheapest)
     best = np.where(fits, np.minimum(best, (core_s + exchange_s) / degree), best)
-  return float((core_s + cheapest).sum()) / cost.cluster.num_ranks, float(best.max())
+  return float((core_s + cheapest).sum()) / cost.cluster.num_ranks, best

@@ -11,9 +11,10 @@ from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD, CostModel, bytes_pe
 from repack_jax.plan import Group
 from repack_jax.solver import search
 
-# Effort. Short samples are searched in bundles of a rank's mean share over _BUNDLES, and placed one by one only
-# in the end; the others bound how many layouts are judged, more of them where there are few samples.
-_BUNDLES = 8
+# Effort. Short samples are searched in bundles of a rank's mean share over _BUNDLES (over _SMALL_BUNDLES where
+# there is little room), and placed one by one only in the end; the others bound how many layouts are judged,
+# more of them where there are few samples.
+_BUNDLES, _SMALL_BUNDLES = 8, 32
 _MOST_SINGLE = 64
 _ROUNDS = 60
 _FEW_SAMPLES = 64
@@ -156,6 +157,7 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> searc
     node_ranks=cluster.ranks_per_node,
     node_of=np.arange(cluster.domain_ranks) // cluster.ranks_per_node,
     capacity=float(capacity_tokens),
+    solo_slack=0.0,
     intra_s=peer_bytes / cluster.intra_node_bytes_per_s,
     inter_s=peer_bytes / cluster.inter_node_bytes_per_s,
     latency_s=np.array([2 * cost.exchange_latency_s(int(degree)) for degree in degrees]),
@@ -172,7 +174,8 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> searc
 def _bundled(problem: search.Problem, parent_of: np.ndarray | None) -> tuple[np.ndarray, search.Problem]:
   """(bundle of each sample, the problem of the bundles): short samples together, those of a parent apart."""
   samples = len(problem.tokens)
-  limit = problem.tokens.sum() / problem.ranks / _BUNDLES
+  mean = problem.tokens.sum() / problem.ranks
+  limit = min(max(problem.capacity - mean, mean / _SMALL_BUNDLES), mean / _BUNDLES)
   single = max(int(np.searchsorted(-problem.tokens, -limit)), min(samples, _MOST_SINGLE))
   bundle_of = np.arange(samples)
   if single < samples:
@@ -192,6 +195,7 @@ def _bundled(problem: search.Problem, parent_of: np.ndarray | None) -> tuple[np.
     return np.stack([summed(loads[:, i]) for i in range(2)], axis=1)
 
   return bundle_of, problem._replace(
+    solo_slack=limit if single < samples else 0.0,
     tokens=summed(problem.tokens),
     full_s=summed(problem.full_s),
     sparse_s=summed(problem.sparse_s),

@@ -19,8 +19,8 @@ from numba import njit
 # the same slowest rank, so that the search gets past the first of two equally slow ones.
 EVENNESS = 1e-3
 # A sample's degree is the smallest at which its share of a rank is at most so many times the mean; 0 asks for
-# the widest, 1e9 for the smallest that holds it.
-LIMITS = (1.0, 1.1, 1.3, 1.7, 2.5, 5.0, 1e9, 0.0)
+# the widest, 1e9 for the smallest that holds it, -p for the smallest of at least p.
+LIMITS = (1.0, 1.15, 1.5, 2.5, 1e9, 0.0, -4.0, -8.0)
 # Samples of up to so many times a rank's mean tokens are solo.
 SOLO_LIMITS = (1.2, 0.9, 0.6, 0.3, 0.0)
 
@@ -37,6 +37,7 @@ class Problem(NamedTuple):
       layer (full attention and tokens, over their means) and where they don't (all seconds), and children.
     ranks, node_ranks, capacity: of the domain, of a node, token slots of a rank.
     node_of: int64 [ranks].
+    solo_slack: tokens that solo samples may exceed the capacity by: bundles do not fill a rank as their samples will.
     intra_s, inter_s: float64 [degrees], per token and peer over either link, by log2 of the degree.
     latency_s: float64 [degrees], of all exchanges of a layer.
     own_s: per token and over all layers, what runs where the token lies.
@@ -57,6 +58,7 @@ class Problem(NamedTuple):
   node_ranks: int
   node_of: np.ndarray
   capacity: float
+  solo_slack: float
   intra_s: np.ndarray
   inter_s: np.ndarray
   latency_s: np.ndarray
@@ -434,7 +436,7 @@ def fill_solo(problem, degree, layout):
       continue
     best, best_load = -1, np.inf
     for r in range(problem.ranks):
-      if held[r] + problem.tokens[s] <= problem.capacity:
+      if held[r] + problem.tokens[s] <= problem.capacity + problem.solo_slack:
         load = max(busy_s[r] + problem.step_s[s], (held[r] + problem.tokens[s]) * price)
         if load < best_load:
           best, best_load = r, load
@@ -450,11 +452,15 @@ def fill_solo(problem, degree, layout):
 
 
 @_compiled
-def smallest_degrees(problem, seconds, limit_s, widest, out):
-  """For each sample the smallest degree that holds it and brings `seconds / degree` to at most `limit_s`."""
+def smallest_degrees(problem, load, limit, widest, out):
+  """For each sample the smallest degree that holds it and satisfies one of `LIMITS` for its load."""
+  least = 1
+  if limit < 0:
+    least, limit = min(int(-limit), widest), 1e9
+  most = limit * load.sum() / problem.ranks
   for s in range(len(problem.tokens)):
-    p = 1
-    while p < widest and (problem.tokens[s] > p * problem.capacity or seconds[s] > limit_s * p):
+    p = least
+    while p < widest and (problem.tokens[s] > p * problem.capacity or load[s] > most * p):
       p *= 2
     out[s] = p
 
@@ -483,12 +489,11 @@ def search(problem, repack, use_solo, given, widest, rounds, degree, child_degre
   seen, seen_count = np.zeros(2 * len(SOLO_LIMITS) * len(LIMITS) ** 2, np.int64), 0
   for meets in (True, False):
     loads = problem.layer_loads if meets else problem.step_loads
-    mean = loads[:, 0].sum() / problem.ranks
     for longest_solo in SOLO_LIMITS:
       for limit in LIMITS:
         for child_limit in LIMITS:
-          smallest_degrees(problem, problem.tokens, child_limit * mean_tokens, widest, child_trial)
-          smallest_degrees(problem, loads[:, 0], limit * mean, widest, trial)
+          smallest_degrees(problem, problem.tokens, child_limit, widest, child_trial)
+          smallest_degrees(problem, loads[:, 0], limit, widest, trial)
           if not repack:  # a parent is its own child, and has to balance tokens as well
             trial[:] = np.maximum(trial, child_trial)
           if use_solo:

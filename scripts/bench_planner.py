@@ -1,0 +1,344 @@
+"""Measures the planner: its time, what it leaves on the table, and whether its plans are legal. On one core.
+
+    python scripts/bench_planner.py --only time bound --json planner.json
+
+Sections, all with one model on H100 nodes (`planner_cases.py`):
+
+    time   seconds to plan a batch of real lengths, on 32, 512 and 4,096 ranks, after a warm-up
+    exact  predicted step over that of the best plan there is, for small batches (needs OR-tools)
+    bound  predicted step over a lower bound for real lengths, and where the difference comes from
+    peers  predicted step of planners in the manner of other systems over this one's (needs OR-tools)
+    sweep  legality of plans of random batches
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
+
+import bench_common
+import numpy as np
+import planner_cases
+import planner_peers
+from planner_cases import Case
+
+from repack_jax.config import FULL, SPARSE, allowed_sp_degrees
+from repack_jax.cost import CostModel
+from repack_jax.data.lengths import Histogram, read_lengths
+from repack_jax.plan import Group, Plan
+from repack_jax.solver import SampleTooLong, solve
+from repack_jax.solver.bounds import lower_bound_s
+from repack_jax.timing import predicted_s
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+Files = dict[str, 'np.ndarray | Histogram']
+Rows = list[dict[str, object]]
+
+SIZES = ((1, 1_000, 0.020), (16, 16_000, 0.300), (128, 131_000, 3.0))  # domains, samples, seconds aimed at
+COMPARED = ('parents', 'repack', 'solve')
+
+
+def plans_of(case: Case, mode: str) -> list[Plan]:
+  return solve(case.lengths, case.cluster, case.model, dataclasses.replace(case.config, mode=mode))
+
+
+def step_s(plans: Sequence[Plan], case: Case) -> float:
+  cost = CostModel(case.cluster, case.model)
+  return sum(predicted_s(plan, cost) for plan in plans)
+
+
+def timed(make: Callable[[], list[Plan]]) -> tuple[list[Plan], float]:
+  begun = time.perf_counter()
+  return make(), time.perf_counter() - begun
+
+
+def percent(values: Sequence[float], q: float | None = None) -> float:
+  """The mean, or a quantile, in percent and to a hundredth."""
+  return round(100 * float(np.mean(values) if q is None else np.quantile(values, q)), 2)
+
+
+# --- time -----------------------------------------------------------------------------------------------
+
+
+def time_rows(files: Files, args: argparse.Namespace) -> Rows:
+  rows: Rows = []
+  for domains, samples, aim_s in SIZES:
+    for name, lengths in files.items():
+      bench_common.progress(f'{32 * domains} ranks, {name}')
+      warm_up, *cases = planner_cases.real_cases(name, lengths, domains, samples, args.batches + 1)
+      row: dict[str, object] = {
+        'ranks': 32 * domains,
+        'samples': samples,
+        'lengths': name,
+        'aim_ms': 1e3 * aim_s,
+      }
+      for mode in COMPARED:
+        plans_of(warm_up, mode)
+        found = [timed(partial(plans_of, case, mode)) for case in cases]
+        row[f'{mode}_ms'] = round(1e3 * statistics.median(seconds for _, seconds in found), 1)
+      row['worst_ms'] = round(1e3 * max(seconds for _, seconds in found), 1)
+      row['micro_batches'] = max(len(plans) for plans, _ in found)
+      rows.append(row)
+  return rows
+
+
+# --- exact ----------------------------------------------------------------------------------------------
+
+
+def exact_rows(files: Files, args: argparse.Namespace) -> Rows:
+  """Gaps to the best plan by mode and mesh; `split` cases, which `solve` gives micro-batches, count apart."""
+  from repack_jax.solver.exact import exact
+
+  found: Rows = []
+  for number, case in enumerate(planner_cases.small_cases(files, args.cases)):
+    for mode in ('parents', 'solve'):
+      config = dataclasses.replace(case.config, mode=mode)
+      plans = plans_of(case, mode)
+      begun = time.perf_counter()
+      try:
+        best, proven = exact(case.lengths, case.cluster, case.model, config, args.exact_limit_s, 1)
+      except ValueError:  # needs micro-batches, or so it seems
+        continue
+      found.append(
+        {
+          'case': number,
+          'kind': case.name,
+          'mode': mode,
+          'mesh': f'{case.cluster.nodes} x {case.cluster.ranks_per_node}',
+          'gap': step_s(plans, case) / step_s([best], case) - 1,
+          'proven': proven,
+          'exact_s': time.perf_counter() - begun,
+          'split': len(plans) > 1,
+          'lengths': case.lengths.tolist(),
+          'capacity_tokens': config.capacity_tokens,
+          'found': ' | '.join(layout_text(plan) for plan in plans),
+          'best': layout_text(best),
+        }
+      )
+    if number % 20 == 19:
+      bench_common.progress(f'{number + 1} of {args.cases}, worst {max(row["gap"] for row in found):.2%}')
+  for row in sorted(found, key=lambda row: -row['gap'])[:10]:
+    print(f'gap {row["gap"]:.2%}: case {row["case"]}, {row["kind"]}, mode {row["mode"]}, {row["mesh"]} ranks')
+    print(f'  capacity {row["capacity_tokens"]}, proven {row["proven"]}, lengths {row["lengths"]}')
+    print(f'  found: {row["found"]}\n  best:  {row["best"]}')
+  meshes = [*sorted({row['mesh'] for row in found}), 'all']
+  return [summary(mode, mesh, found) for mode in ('parents', 'solve') for mesh in meshes]
+
+
+def summary(mode: str, mesh: str, found: Rows) -> dict[str, object]:
+  chosen = [row for row in found if row['mode'] == mode and mesh in (row['mesh'], 'all')]
+  whole = [row for row in chosen if not row['split']]
+  gaps = [row['gap'] for row in whole]
+  return {
+    'mode': mode,
+    'mesh': mesh,
+    'cases': len(whole),
+    'proven': sum(row['proven'] for row in whole),
+    'median_%': percent(gaps, 0.5),
+    'p90_%': percent(gaps, 0.9),
+    'worst_%': percent(gaps, 1.0),
+    'exact_s': statistics.mean(row['exact_s'] for row in whole),
+    'split': len(chosen) - len(whole),
+  }
+
+
+def layout_text(plan: Plan) -> str:
+  """The groups that are not empty, as `SP degree @ first rank [lengths]`."""
+
+  def text(groups: Sequence[Group]) -> str:
+    held = ((group, [plan.lengths[s] for s in group.samples]) for group in groups if group.samples)
+    return ' '.join(f'{group.size}@{group.first_rank}{lengths}'.replace(', ', ',') for group, lengths in held)
+
+  children = '' if plan.parents == plan.children else f'; children {text(plan.children)}'
+  return f'parents {text(plan.parents)}{children}' + (f'; solo {text(plan.solo)}' if plan.solo else '')
+
+
+# --- bound ----------------------------------------------------------------------------------------------
+
+
+def bound_rows(files: Files, args: argparse.Namespace) -> Rows:
+  """Gaps to the lower bound in percent of it, and solve's mean gap by cause."""
+  rows: Rows = []
+  for domains, samples, _ in SIZES[:2]:
+    for name, lengths in files.items():
+      bench_common.progress(f'{32 * domains} ranks, {name}')
+      gaps: dict[str, list[float]] = {mode: [] for mode in COMPARED}
+      parts: list[dict[str, float]] = []
+      for case in planner_cases.real_cases(name, lengths, domains, samples, args.bound_batches):
+        bound_s = lower_bound_s(case.lengths, case.cluster, case.model, case.config)
+        for mode in COMPARED:
+          plans = plans_of(case, mode)
+          gaps[mode].append(step_s(plans, case) / bound_s - 1)
+        parts.append({cause: s / bound_s for cause, s in causes_s(plans, case).items()})
+      row: dict[str, object] = {'ranks': 32 * domains, 'lengths': name}
+      for mode in reversed(COMPARED):
+        row |= {f'{mode}_%': percent(gaps[mode]), f'{mode}_worst_%': percent(gaps[mode], 1.0)}
+      row |= {f'{cause}_%': percent([part[cause] for part in parts]) for cause in parts[0]}
+      rows.append(row)
+  return rows
+
+
+def causes_s(plans: Sequence[Plan], case: Case) -> dict[str, float]:
+  """Seconds over the bound by cause, which add up. `full`, `sparse`: attention, exchanges and experts."""
+  fast = dataclasses.replace(case.cluster, intra_node_latency_s=0.0, inter_node_latency_s=0.0)
+  cost = CostModel(fast, case.model)
+  latency_s = step_s(plans, case) - sum(predicted_s(plan, cost) for plan in plans)
+  slots = (
+    sum(plan.capacity_tokens for plan in plans) - sum(plan.total_tokens for plan in plans) / fast.num_ranks
+  )
+  imbalance_s = slots * slot_s(cost)
+  over_s = {}
+  for kind in (FULL, SPARSE):  # a model of these layers alone
+    count = case.model.layer_kinds.count(kind)
+    part = CostModel(fast, dataclasses.replace(case.model, pattern=kind, num_layers=count))
+    bound_s = lower_bound_s(case.lengths, fast, part.model, case.config)
+    over_s[kind] = sum(predicted_s(plan, part) for plan in plans) - bound_s - slots * slot_s(part)
+  return {'slots': imbalance_s, 'full': over_s[FULL], 'sparse': over_s[SPARSE], 'latency': latency_s}
+
+
+def slot_s(cost: CostModel) -> float:
+  """What a slot takes however its rank's tokens are laid out, both passes."""
+  layers_s = sum(cost.before_s() + cost.after_s(layer) for layer in range(cost.model.num_layers))
+  return (1 + cost.linear_backward) * layers_s + 3 * cost.logits_s()
+
+
+# --- peers ----------------------------------------------------------------------------------------------
+
+
+def peers_rows(files: Files, args: argparse.Namespace) -> Rows:
+  """Predicted steps over that of mode `solve` on 32 ranks, and seconds of planning."""
+  rows: Rows = []
+  for name, lengths in files.items():
+    outcomes: list[str] = []
+    ratios: dict[str, list[float]] = {}
+    planning_s: dict[str, list[float]] = {}
+    for number, case in enumerate(planner_cases.real_cases(name, lengths, 1, 1_000, args.batches)):
+      bench_common.progress(f'{name}, batch {number}')
+      arguments = (case.lengths, case.cluster, case.model, case.config)
+      makers = {
+        'solve': partial(plans_of, case, 'solve'),
+        'parents': partial(plans_of, case, 'parents'),
+        'flexsp_milp': partial(planner_peers.flexsp_milp, *arguments, outcomes=outcomes),
+        'longest_first_greedy': partial(planner_peers.longest_first_greedy, *arguments),
+      }
+      found = {planner: timed(make) for planner, make in makers.items()}
+      for planner, (plans, seconds) in found.items():
+        ratios.setdefault(planner, []).append(step_s(plans, case) / step_s(found['solve'][0], case))
+        planning_s.setdefault(planner, []).append(seconds)
+    for planner, values in ratios.items():
+      seconds = statistics.median(planning_s[planner])
+      rows.append(
+        {
+          'lengths': name,
+          'planner': planner,
+          'step_over_solve': round(statistics.mean(values), 4),
+          'least': round(min(values), 4),
+          'most': round(max(values), 4),
+          'planning_s': round(seconds, 4),
+          'milp_over_it': round(statistics.median(planning_s['flexsp_milp']) / seconds, 1),
+          'milps': ', '.join(f'{outcomes.count(x)} {x}' for x in sorted(set(outcomes)))
+          if planner == 'flexsp_milp'
+          else '',
+        }
+      )
+  return rows
+
+
+# --- sweep ----------------------------------------------------------------------------------------------
+
+
+def sweep_rows(files: Files, args: argparse.Namespace) -> Rows:
+  """Random batches, and what failed; `planner_cases.random_case(number)` makes a batch again."""
+  failed: dict[str, list[int]] = {}
+  plans, too_long, begun = 0, 0, time.perf_counter()
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    for number in range(args.sweep):
+      case = planner_cases.random_case(number)
+      widest = allowed_sp_degrees(case.cluster, case.model, case.config)[-1]
+      must_refuse = bool((case.lengths > widest * case.config.capacity_tokens).any())
+      try:
+        found = plans_of(case, case.config.mode)
+        plans += len(found)
+        wrong = 'accepted a sample that is too long' if must_refuse else what_is_wrong(found, case)
+      except SampleTooLong:
+        too_long += 1
+        wrong = '' if must_refuse else 'SampleTooLong, though all fit'
+      except Exception as error:  # whatever it is, it is a finding
+        wrong = f'{type(error).__name__}: {error}'
+      if wrong:
+        failed.setdefault(wrong, []).append(number)
+      if number % 1000 == 999:
+        bench_common.progress(f'{number + 1} of {args.sweep}, {sum(map(len, failed.values()))} failures')
+  rate = round(args.sweep / (time.perf_counter() - begun), 1)
+  about = {'batches_per_s': rate, 'plans': plans, 'refused': too_long}
+  all_failed = {'failures': sum(map(len, failed.values()))}
+  return [
+    {'what': 'all', 'batches': args.sweep, **about, **all_failed},
+    *({'what': wrong, 'failures': len(of), 'cases': str(of[:5])} for wrong, of in failed.items()),
+  ]
+
+
+def what_is_wrong(plans: Sequence[Plan], case: Case) -> str:
+  """What of the plans breaks a rule; empty where nothing does."""
+  for plan in plans:
+    plan.validate(case.model.num_heads, case.model.num_kv_heads)
+    if plan.lengths != tuple(case.lengths[list(plan.sample_ids)].tolist()):
+      return 'lengths are not those of the batch'
+  if sorted(s for plan in plans for s in plan.sample_ids) != list(range(len(case.lengths))):
+    return 'not each sample once'
+  if case.config.mode in ('repack', 'solve') and not case.cluster.prefetch_layers:
+    disabled = plans_of(case, 'parents')
+    ours, theirs = step_s(plans, case), step_s(disabled, case)
+    if len(plans) == len(disabled) and ours > theirs * (1 + 1e-9):
+      return 'predicted slower than with repacking disabled'
+  return ''
+
+
+SECTIONS = {
+  'time': time_rows, 'exact': exact_rows, 'bound': bound_rows, 'peers': peers_rows, 'sweep': sweep_rows,
+}  # fmt: skip
+
+
+def main() -> None:
+  parser = bench_common.parser(__doc__)
+  parser.add_argument(
+    '--lengths', metavar='FILE', help='a file of lengths (the two histograms in configs/lengths)'
+  )
+  parser.add_argument('--only', nargs='+', choices=SECTIONS, default=list(SECTIONS), metavar='SECTION')
+  parser.add_argument('--batches', type=int, default=5, help='timed batches of a case, and of `peers` (5)')
+  parser.add_argument('--bound-batches', type=int, default=20, help='batches of a case of `bound` (20)')
+  parser.add_argument('--cases', type=int, default=240, help='cases of `exact` (240)')
+  parser.add_argument(
+    '--exact-limit-s', type=float, default=30.0, help='seconds of the exact solver a case (30)'
+  )
+  parser.add_argument('--sweep', type=int, default=2_000, help='batches of `sweep` (2000)')
+  args = parser.parse_args()
+  if hasattr(os, 'sched_setaffinity'):
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+  names = [args.lengths] if args.lengths else sorted((ROOT / 'configs' / 'lengths').glob('*.csv'))
+  files: Files = {pathlib.Path(name).stem: read_lengths(name) for name in names}
+  about, results = bench_common.machine(), {}
+  print(', '.join(f'{key} {value}' for key, value in about.items()))
+  for section in args.only:
+    rows = results[section] = SECTIONS[section](files, args)
+    print(f'\n{section}: {SECTIONS[section].__doc__ or ""}')
+    bench_common.print_table(rows)
+    sys.stdout.flush()
+    if args.json:
+      args.json.write_text(json.dumps({'machine': about, 'results': results}, indent=2) + '\n')
+
+
+if __name__ == '__main__':
+  bench_common.run(main)

@@ -1,0 +1,122 @@
+"""What `bench_planner.py` plans: one model, its clusters, and batches of real and made-up lengths."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from repack_jax.cluster import ClusterConfig
+from repack_jax.config import MODES, ModelConfig, PlannerConfig, allowed_sp_degrees
+from repack_jax.data.lengths import Histogram
+
+# 1F3S with experts, of the size that a few dozen GPUs train.
+MODEL = ModelConfig(
+  vocab_size=128256, d_model=4096, num_layers=24, pattern='FSSS', num_heads=32, num_kv_heads=4, head_dim=128,
+  window_tokens=4096, num_experts=64, experts_per_token=4, expert_width=2048, compute_dtype='bfloat16',
+)  # fmt: skip
+# Slots follow the fullest rank: rounding them, or taking all of the capacity, would hide what planning gains.
+STEP_TOKENS = 1
+
+
+@dataclass(frozen=True)
+class Case:
+  """A batch to plan: all that `solve` takes. `name` says what kind of batch it is."""
+
+  name: str
+  lengths: np.ndarray
+  cluster: ClusterConfig
+  model: ModelConfig
+  config: PlannerConfig
+
+
+def cluster_of(nodes: int = 4, ranks_per_node: int = 8, domains: int = 1) -> ClusterConfig:
+  """At the default rates; ranks meet at each layer, which is what `timing.predicted_s` predicts."""
+  return ClusterConfig(nodes=nodes, ranks_per_node=ranks_per_node, domains=domains, prefetch_layers=0)
+
+
+def capacity_of(lengths: np.ndarray, cluster: ClusterConfig, slack: float = 1.25) -> int:
+  """Slots of a rank: so many times the mean, or what the longest sample needs over a domain."""
+  longest = lengths.max() / cluster.domain_ranks
+  return math.ceil(max(slack * lengths.sum() / cluster.num_ranks, longest))
+
+
+def draw(lengths: np.ndarray | Histogram, rng: np.random.Generator, n: int) -> np.ndarray:
+  """n lengths, int64 [n], of what `read_lengths` returns."""
+  return lengths.draw(rng, n) if isinstance(lengths, Histogram) else rng.choice(lengths, n)
+
+
+def real_cases(
+  name: str, lengths: np.ndarray | Histogram, domains: int, samples: int, count: int
+) -> Iterator[Case]:
+  """Batches of a domain's or more: 4 nodes of 8 ranks each, mode `solve`."""
+  for number in range(count):
+    cluster = cluster_of(domains=domains)
+    batch = draw(lengths, np.random.default_rng([domains, samples, number]), samples)
+    config = PlannerConfig(capacity_tokens=capacity_of(batch, cluster), capacity_step_tokens=STEP_TOKENS)
+    yield Case(name, batch, cluster, MODEL, config)
+
+
+def small_cases(files: dict[str, np.ndarray | Histogram], count: int) -> Iterator[Case]:
+  """Batches small enough for the exact solver: 2 .. 12 samples on two nodes of 4 or 8 ranks, mode `solve`."""
+  makers = [*files, 'lognormal', 'uniform', 'one giant', 'two sizes']
+  for number in range(count):
+    rng = np.random.default_rng([7, number])
+    n = int(rng.integers(2, 13))
+    name = makers[number % len(makers)]
+    if name in files:
+      drawn = draw(files[name], rng, 100 * n)
+      batch = rng.permutation(np.concatenate([drawn[drawn >= 256], np.full(n, 256)])[:n])
+    elif name == 'lognormal':
+      batch = np.clip(np.exp(rng.normal(8.5, 1.5, n)), 64, 500_000).astype(np.int64)
+    elif name == 'uniform':
+      batch = rng.integers(512, 65_537, n)
+    elif name == 'one giant':
+      batch = np.append(rng.integers(256, 16_385, n - 1), rng.integers(65_536, 524_289))
+    else:
+      batch = rng.choice(rng.integers(1024, 131_073, 2), n)
+    cluster = cluster_of(nodes=2, ranks_per_node=int(rng.choice([4, 8])))
+    capacity = capacity_of(batch, cluster, float(rng.choice([1.1, 1.25, 1.5, 2.5])))
+    config = PlannerConfig(capacity_tokens=capacity, capacity_step_tokens=STEP_TOKENS)
+    yield Case(name, batch.astype(np.int64), cluster, MODEL, config)
+
+
+def random_case(number: int) -> Case:
+  """A batch of any kind on any mesh in any mode: number and kind alone make it. Few layers, for speed."""
+  rng = np.random.default_rng([11, number])
+  cluster = ClusterConfig(
+    nodes=int(2 ** rng.integers(0, 3)),
+    ranks_per_node=int(2 ** rng.integers(0, 4)),
+    domains=int(rng.integers(1, 4)),
+    prefetch_layers=int(rng.integers(0, 2)),
+  )
+  placement = str(rng.choice(['spread', 'replicated']))
+  model = ModelConfig(num_heads=32, num_kv_heads=4, num_experts=8, expert_placement=placement)
+  config = PlannerConfig(
+    mode=str(rng.choice(MODES)),
+    capacity_tokens=int(np.exp(rng.uniform(0, np.log(5000)))),
+    capacity_step_tokens=int(rng.choice([0, 1, 64])),
+    max_sp_degree=int(2 ** rng.integers(0, 6)),
+  )
+  longest = allowed_sp_degrees(cluster, model, config)[-1] * config.capacity_tokens
+  name = str(rng.choice(['empty', 'one', 'equal', 'giant', 'dust', 'lognormal', 'uniform', 'too long']))
+  n = int(np.exp(rng.uniform(0, np.log(300))))
+  if name == 'empty':
+    lengths = np.zeros(0, np.int64)
+  elif name == 'one':
+    lengths = rng.integers(1, longest + 1, 1)
+  elif name == 'equal':
+    lengths = np.full(n, rng.integers(1, longest + 1))
+  elif name == 'giant':
+    lengths = np.append(rng.integers(1, max(2, longest // 50), n), longest)
+  elif name == 'dust':
+    lengths = rng.integers(1, min(4, longest + 1), n)
+  elif name == 'lognormal':
+    lengths = np.clip(np.exp(rng.normal(np.log(longest) - 3, 1.5, n)), 1, longest).astype(np.int64)
+  else:
+    lengths = rng.integers(1, longest + 1, n)
+    if name == 'too long':
+      lengths[rng.integers(n)] = longest + rng.integers(1, 10)
+  return Case(name, lengths, cluster, model, config)
