@@ -11,16 +11,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from repack_jax.checks import ConfigError
+from repack_jax.command_line import add_config_arguments
 from repack_jax.config import RunConfig
 from repack_jax.gin_files import load, resolved
 
@@ -51,11 +53,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     description='Train a hybrid-attention model with layerwise repacking.',
     epilog='Exit codes: 0 done; 2 a mistake in the config or the data; 130, 143 stopped by a signal, saved.',
   )
-  parser.add_argument('--config', action='append', default=[], metavar='FILE', help='a gin file; repeatable')
-  parser.add_argument(
-    '--set', action='append', default=[], metavar='CLASS.FIELD=VALUE',
-    help="overrides the files, for example --set 'TrainConfig.steps=20'; repeatable",
-  )  # fmt: skip
+  add_config_arguments(parser)
   parser.add_argument(
     '--workdir', type=Path, metavar='DIR',
     help='where checkpoints and metrics go; resumed if it holds a checkpoint (default: a new one in runs/)',
@@ -88,7 +86,7 @@ class Setup:
       *self.mesh.devices.shape, self.mesh.devices.flat[0].device_kind,
     )  # fmt: skip
 
-  def planned_steps(self, data_state: dict[str, int] | None) -> Iterator[Any]:
+  def planned_steps(self, data_state: dict[str, int] | None, draw: Any = None) -> Iterator[Any]:
     from repack_jax.arrays import pack
     from repack_jax.data.batches import Batcher
     from repack_jax.pipeline import planned_steps
@@ -98,6 +96,7 @@ class Setup:
       self.run,
       Batcher(self.run.data, self.source, data_state, self.index),
       lambda plan, samples: step.put(pack(plan, samples, step.widest_degree(plan))),
+      draw,
     )
 
 
@@ -118,7 +117,7 @@ def train(run: RunConfig, workdir: Path) -> int:
         done = int(state.step)
         log.info('resuming %s after step %d', workdir, done)
       with contextlib.closing(MetricsFile(workdir / 'metrics.jsonl', keep_steps=done)) as metrics:
-        _train_steps(setup, state, data_state, done, checkpoints, metrics, stop)
+        _train_steps(setup, workdir, state, data_state, done, checkpoints, metrics, stop)
   stopped = f' (stopped by {stop[0].name}, saved; the same command with --workdir resumes)' if stop else ''
   print(f'\nrun in {workdir}{stopped}\n{summary(metrics.records, setup.index.counts)}')
   return 128 + stop[0] if stop else 0
@@ -126,6 +125,7 @@ def train(run: RunConfig, workdir: Path) -> int:
 
 def _train_steps(
   setup: Setup,
+  workdir: Path,
   state: Any,
   data_state: dict[str, int] | None,
   done: int,
@@ -136,17 +136,21 @@ def _train_steps(
   """The loop: one planned step, its micro-batches, the update, a record; saves as the config says."""
   from tqdm import tqdm
 
+  from repack_jax.agreement import check_same_plan
   from repack_jax.data.prefetch import Prefetcher
   from repack_jax.metrics import step_record
 
-  train, program = setup.run.train, setup.step
+  train, program, first = setup.run.train, setup.step, done
   sums = program.zero_sums()
-  planned_steps = Prefetcher(setup.planned_steps(data_state), setup.run.planner.lookahead_steps)
+  draw = functools.partial(_draw, setup.run, workdir)
+  planned_steps = Prefetcher(setup.planned_steps(data_state, draw), setup.run.planner.lookahead_steps)
   with planned_steps, tqdm(total=train.steps, initial=done, unit='step', dynamic_ncols=True) as bar:
     bar.set_postfix_str('compiling the first step')
     try:
       while done < train.steps and not stop:
         planned, wait_s = next(planned_steps)
+        if done == first:
+          check_same_plan(planned.plan_digest)
         start = time.perf_counter()
         for plan, arrays in zip(planned.plans, planned.arrays, strict=True):
           sums = program.accumulate(state, sums, plan, arrays)
@@ -169,6 +173,17 @@ def _train_steps(
 
 
 _SCALARS = ('loss', 'grad_norm', 'learning_rate', 'balance', 'router_z', 'dropped')
+
+
+def _draw(run: RunConfig, workdir: Path, step: int, lengths: Sequence[int]) -> None:
+  """Writes a page with the plan of a step. Called in the thread that plans ahead."""
+  from repack_jax.compare import cases_of
+  from repack_jax.report import plan_page
+
+  folder = workdir / 'plans'
+  folder.mkdir(exist_ok=True)
+  page = plan_page(run, cases_of(run, lengths), f'Step {step} of {workdir.name}')
+  (folder / f'step-{step:06d}.html').write_text(page)
 
 
 def _status(record: dict[str, Any]) -> str:

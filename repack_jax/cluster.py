@@ -23,7 +23,7 @@ class ClusterConfig:
     platform: `cpu` emulates the ranks on this machine, `gpu` and `tpu` use real devices,
       `auto` takes the accelerator that JAX finds and emulates where there is none.
     matmul_flops_per_s: what projections, experts and logits sustain on a rank.
-    attention_flops_per_s: what an attention core sustains, counted on the query-key pairs that are not masked.
+    attention_flops_per_s: what an attention core sustains, counted on query-key pairs that are not masked.
     peak_flops_per_s: the rate that MFU is counted against; 0 where unknown, and no MFU is printed.
     intra_node_bytes_per_s: what one rank sends to the others of its node, while it receives as much.
     inter_node_bytes_per_s: what one rank sends to other nodes, while it receives as much.

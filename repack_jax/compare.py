@@ -10,6 +10,7 @@ import numpy as np
 from repack_jax.config import RunConfig, allowed_sp_degrees
 from repack_jax.cost import CostModel
 from repack_jax.plan import Plan
+from repack_jax.report.case import Case
 from repack_jax.simulator import Simulated, simulate
 from repack_jax.solver import solve, static_degree
 
@@ -40,3 +41,11 @@ def simulate_modes(
     plans = tuple(plan_lengths(run, lengths, 'repack' if redistribute else mode))
     found[mode] = plans, simulate(cost, plans, redistribute=redistribute, spans=spans)
   return found
+
+
+def cases_of(run: RunConfig, lengths: Sequence[int] | np.ndarray) -> list[Case]:
+  """What a picture of a batch shows: the baseline first, then the modes up to the config's own."""
+  own = run.planner.mode
+  modes = {'static': (BASELINE, 'static'), 'solve': (BASELINE, 'repack', 'solve')}.get(own, (BASELINE, own))
+  found = simulate_modes(run, lengths, tuple(dict.fromkeys(modes)), spans=True)
+  return [Case(mode, plans, step) for mode, (plans, step) in found.items()]

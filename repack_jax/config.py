@@ -248,6 +248,7 @@ class TrainConfig:
     seed: of the initial weights.
     checkpoint_every: steps between checkpoints; 0 keeps only the one written at the end.
     keep_checkpoints: how many of the latest are kept.
+    draw_every_steps: a page with the plan of every so manieth step goes to the workdir; 0 draws none.
     exchange: `ragged` (one native ragged all-to-all; TPU and GPU), `dense` (padded all-to-all; runs
       everywhere) or `auto` (ragged where the backend has it).
     attention: `blockwise` (portable), `reference` (dense mask; tests) or `auto`.
@@ -257,6 +258,7 @@ class TrainConfig:
   seed: int = 0
   checkpoint_every: int = 0
   keep_checkpoints: int = 2
+  draw_every_steps: int = 0
   exchange: str = 'auto'
   attention: str = 'auto'
 
@@ -264,7 +266,7 @@ class TrainConfig:
     check_types(self)
     check_choice(self, exchange=('auto', 'ragged', 'dense'), attention=('auto', 'blockwise', 'reference'))
     check_min(self, 1, 'steps', 'keep_checkpoints')
-    check_min(self, 0, 'seed', 'checkpoint_every')
+    check_min(self, 0, 'seed', 'checkpoint_every', 'draw_every_steps')
 
 
 def allowed_sp_degrees(cluster: ClusterConfig, model: ModelConfig, planner: PlannerConfig) -> tuple[int, ...]:

@@ -105,7 +105,9 @@ class CostModel:
 
   # --- links --------------------------------------------------------------------------------------------
 
-  def link_s(self, intra_bytes: np.ndarray, inter_bytes: np.ndarray, crosses: np.ndarray) -> np.ndarray:
+  def link_s(
+    self, intra_bytes: np.ndarray | float, inter_bytes: np.ndarray | float, crosses: np.ndarray | bool
+  ) -> np.ndarray:
     """A transfer of so many bytes a rank over both links at once, and the latency of the slower one used."""
     cluster = self.cluster
     latency_s = np.where(crosses, cluster.inter_node_latency_s, cluster.intra_node_latency_s)
@@ -148,7 +150,7 @@ class CostModel:
     intra = whole * (local - 1) / local + (0 if self.expert_ranks > 1 else spread * (local - 1) / local)
     if self.cluster.domain_ranks == 1:
       return 0.0
-    return float(self.link_s(np.float64(intra), np.float64(inter), np.bool_(nodes > 1)))
+    return float(self.link_s(intra, inter, nodes > 1))
 
   def gather_s(self, layer: int) -> float:
     """A layer's parameters in the compute dtype, from their shards."""

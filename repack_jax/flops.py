@@ -29,7 +29,7 @@ def routed_flops_per_token(model: ModelConfig, layer: int) -> int:
 
 
 def own_feed_forward_flops_per_token(model: ModelConfig, layer: int) -> int:
-  """What of the feed-forward block runs where the token lies: router and shared expert, or the dense block."""
+  """What of the feed-forward block runs where the token is: router and shared expert, or the dense block."""
   if not model.has_experts(layer):
     return 6 * model.d_model * model.dense_width
   return 6 * model.d_model * model.shared_expert_width + 2 * model.d_model * model.num_experts

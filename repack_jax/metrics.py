@@ -54,6 +54,9 @@ def step_record(
     'imbalance': most / mean,
     'widest_parent': max(plan.widest(FULL) for plan in plans),
     'children': {str(size): count for size, count in sorted(children.items())},
+    'solo_tokens': sum(int((plan.rank_tokens - plan.shared_tokens).sum()) for plan in plans),
+    'predicted_s': planned.predicted_s,
+    'predicted_s_disabled': planned.predicted_s_disabled,
     'cross_node_bytes': planned.cross_node_bytes,
     'cross_node_bytes_disabled': planned.cross_node_bytes_disabled,
     'compiles': compiles,
@@ -115,9 +118,12 @@ def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
   sent = sum(record['cross_node_bytes'] for record in records)
   disabled = sum(record['cross_node_bytes_disabled'] for record in records)
   histogram = ', '.join(f'SP{size}: {children[size]}' for size in sorted(children, key=int))
-  saved = f' ({1 - sent / disabled:.1%} fewer)' if disabled else ''
+  change = f' ({sent / disabled - 1:+.1%})' if disabled else ''
+  predicted = sum(record['predicted_s'] for record in records)
+  faster = predicted / sum(record['predicted_s_disabled'] for record in records)
   dropped = sum(record['dropped_assignments'] for record in records)
   tokens = sum(record['tokens'] for record in records)
+  solo = sum(record['solo_tokens'] for record in records) / tokens
   epochs = tokens / data_counts['epoch_tokens']
   fates = ', '.join(
     f'{data_counts[f"{fate}_documents"]} {fate}' for fate in ('split', 'dropped', 'truncated', 'empty')
@@ -133,7 +139,11 @@ def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
     ('expert assignments', f'{dropped} dropped'),
     ('compiles', f'{last["compiles"]} of the forward and backward program'),
     ('widest parent', f'SP{max(record["widest_parent"] for record in records)}'),
-    ('children', histogram),
-    ('crossed nodes', f'{sent:,} bytes; {disabled:,} with repacking disabled{saved}'),
+    ('children', f'{histogram}; {solo:.0%} of tokens in none, on single ranks'),
+    ('crossed nodes', f'{sent:,} bytes; {disabled:,} with repacking disabled{change}'),
+    (
+      'predicted',
+      f"a step takes {faster:.3f} times as long as with repacking disabled, by the config's rates",
+    ),
   ]
   return '\n'.join(f'  {name:<20}{value}' for name, value in rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -10,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from repack_jax.arrays import HasTokens
-from repack_jax.config import RunConfig, allowed_sp_degrees
-from repack_jax.cost import cross_node_bytes
+from repack_jax.compare import BASELINE, plan_lengths
+from repack_jax.config import RunConfig
+from repack_jax.cost import CostModel, cross_node_bytes
 from repack_jax.data.batches import Batch, Batcher
 from repack_jax.plan import Plan
-from repack_jax.solver import solve, static_degree
+from repack_jax.simulator import simulate
 
 PackAndPut = Callable[[Plan, Sequence[HasTokens]], Any]
+Draw = Callable[[int, Sequence[int]], None]
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,10 @@ class PlannedStep:
     arrays: for each plan its packed arrays on the devices.
     target_tokens: tokens of the batch that have a target.
     plan_s: seconds that planning and packing took.
-    cross_node_bytes, cross_node_bytes_disabled: what the exchanges of this step send between nodes, and
-      what they would with repacking disabled (mode `parents` on the same batch).
+    predicted_s, cross_node_bytes: what the simulator gives for these plans by the config's rates, and what
+      their exchanges send between nodes.
+    predicted_s_disabled, cross_node_bytes_disabled: the same with repacking disabled (mode `parents` on the
+      same batch).
   """
 
   batch: Batch
@@ -37,6 +40,8 @@ class PlannedStep:
   arrays: tuple[Any, ...]
   target_tokens: int
   plan_s: float
+  predicted_s: float
+  predicted_s_disabled: float
   cross_node_bytes: int
   cross_node_bytes_disabled: int
 
@@ -47,30 +52,34 @@ class PlannedStep:
     return digests[0] if len(digests) == 1 else hashlib.sha256(''.join(digests).encode()).hexdigest()[:16]
 
 
-def plan_batch(run: RunConfig, batch: Batch, mode: str) -> list[Plan]:
-  """The plans of a batch in a mode; they depend on the batch's lengths and the configs alone."""
-  planner = dataclasses.replace(run.planner, mode=mode)
-  if mode == 'static' and not planner.static_sp_degree:
-    degrees = allowed_sp_degrees(run.cluster, run.model, planner)
-    degree = static_degree(degrees, planner.capacity_tokens, run.data.max_document_tokens)
-    planner = dataclasses.replace(planner, static_sp_degree=degree)
-  return solve([len(sample) for sample in batch.samples], run.cluster, run.model, planner)
+def planned_steps(
+  run: RunConfig, batcher: Batcher, pack_and_put: PackAndPut, draw: Draw | None = None
+) -> Iterator[PlannedStep]:
+  """Endless: each batch of the batcher, planned and packed.
 
-
-def planned_steps(run: RunConfig, batcher: Batcher, pack_and_put: PackAndPut) -> Iterator[PlannedStep]:
-  """Endless: each batch of the batcher, planned and packed."""
+  Args:
+    draw: called with a step's number and lengths every `TrainConfig.draw_every_steps`.
+  """
+  mode, every = run.planner.mode, run.train.draw_every_steps
+  cost = CostModel(run.cluster, run.model)
   for batch in batcher:
+    lengths = [len(sample) for sample in batch.samples]
     start = time.perf_counter()
-    plans = plan_batch(run, batch, run.planner.mode)
+    plans = plan_lengths(run, lengths, mode)
     arrays = tuple(pack_and_put(plan, batch.samples) for plan in plans)
     plan_s = time.perf_counter() - start
-    disabled = plans if run.planner.mode == 'parents' else plan_batch(run, batch, 'parents')
+    disabled = plans if mode == BASELINE else plan_lengths(run, lengths, BASELINE)
+    step = batch.index + 1
+    if draw and every and step % every == 0:
+      draw(step, lengths)
     yield PlannedStep(
       batch=batch,
       plans=tuple(plans),
       arrays=arrays,
       target_tokens=sum(int((sample.targets >= 0).sum()) for sample in batch.samples),
       plan_s=plan_s,
+      predicted_s=simulate(cost, plans).step_s,
+      predicted_s_disabled=simulate(cost, disabled).step_s,
       cross_node_bytes=sum(cross_node_bytes(plan, run.model) for plan in plans),
       cross_node_bytes_disabled=sum(cross_node_bytes(plan, run.model) for plan in disabled),
     )

@@ -196,11 +196,16 @@ class Plan:
       f'{self.num_ranks} ranks x {self.capacity_tokens} slots, imbalance {self.imbalance:.3f}',
       f'{"group":<28}{"samples":>8}{"tokens":>9}{"a rank":>8}{"longest":>9}',
     ]
+    empty = sum(parent.size for parent in self.parents if not parent.samples)
     for parent in self.parents:
+      if not parent.samples:
+        continue
       lines.append(self._row('parent', parent))
       inside = [c for c in self.children if parent.first_rank <= c.first_rank < parent.end_rank]
       if inside != [parent]:
         lines += [self._row('  child', child) for child in inside]
+    if empty:
+      lines.append(f'{f"in no group: {empty} ranks":<28}')
     if self.solo:
       lengths = [self.lengths[s] for group in self.solo for s in group.samples]
       most = int((self.rank_tokens - self.shared_tokens).max())

@@ -94,8 +94,8 @@ def simulate(
 
   Args:
     redistribute: full layers in a layout of their own, reached by a pass (`timing.plan_times`).
-    exchange_chunks: attention's exchanges are cut into this many chunks of heads that overlap its core; the
-      training step does not, which is 1.
+    exchange_chunks: attention's exchanges are cut into this many chunks of heads (fewer where a rank
+      has fewer) that overlap its core; the training step does not, which is 1.
     spans: also record every span of every rank, for pictures.
   """
   player = _Player(cost, exchange_chunks, spans)
@@ -178,7 +178,7 @@ class _Player:
     count = len(self._spans)
     cause, layer, micro_batch, backward, start_s, seconds = zip(*self._spans, strict=True)
     starts, lasting = np.stack(start_s, axis=1), np.stack(seconds, axis=1)
-    rank, event = np.nonzero(lasting > 0)
+    rank, event = np.nonzero(starts + lasting > starts)
     return Spans(
       rank=rank,
       cause=np.array([CAUSES.index(name) for name in cause])[event],
@@ -262,13 +262,13 @@ class _Player:
     name = 'full' if kind == FULL else 'sparse'
     exchange, core_s = f'{name} exchange', core_factor * of.core_s
     self.meet(f'wait: {exchange}', of.starts)
-    chunks = self.exchange_chunks
-    if chunks == 1:
+    if self.exchange_chunks == 1:
       self.add(exchange, of.dispatch_s)
       self.add(f'{name} attention', core_s)
       self.add(exchange, of.combine_s)
     else:
       # A pipeline over chunks of heads whose exchanges share the link: the slower of link and core decides.
+      chunks = np.minimum(self.exchange_chunks, of.query_heads)
       link_s = of.dispatch_s + of.combine_s
       longest = np.maximum(core_s, link_s)
       self.add(f'{name} attention', core_s)

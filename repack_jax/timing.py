@@ -34,10 +34,12 @@ class LayerTimes:
     starts: first ranks of the groups that exchange, int64 [groups].
     dispatch_s, combine_s, core_s: the attention's exchanges and core; equal within a group.
     solo_s: the attention cores of the rank's solo samples.
+    query_heads: that a rank of the group works on.
     routed_tokens: tokens whose experts' work is the rank's.
     expert_exchange_s: one of the experts' two exchanges; equal within a node.
     attention, experts: bytes of both exchanges of either.
-    move_s, move: a redistribution pass into or out of this layer's layout, where there is one.
+    move_s, move: a redistribution pass into or out of this layer's layout, where there is one; bytes are the
+      mean of both, of which a step has as many.
   """
 
   slots: int
@@ -47,6 +49,7 @@ class LayerTimes:
   combine_s: np.ndarray
   core_s: np.ndarray
   solo_s: np.ndarray
+  query_heads: np.ndarray
   routed_tokens: np.ndarray
   expert_exchange_s: np.ndarray
   attention: Traffic
@@ -135,6 +138,7 @@ def _layer_times(plan: Plan, cost: CostModel, kind: str, shared: np.ndarray) -> 
     combine_s=site_s(combine),
     core_s=spread(core_s, starts, ranks),
     solo_s=solo_s,
+    query_heads=model.num_heads // degree,
     routed_tokens=routed,
     expert_exchange_s=expert_s,
     attention=Traffic(tokens * (local - 1) * both, tokens * (degree - local) * both),
@@ -150,7 +154,7 @@ def _expert_times(
     return tokens, np.zeros(plan.num_ranks), np.zeros(plan.num_ranks)
   share = group_sum(tokens, node_starts) / cost.expert_ranks
   row_bytes = cost.expert_bytes_per_token()
-  seconds = cost.link_s(np.maximum(tokens, share) * row_bytes, np.zeros(plan.num_ranks), np.bool_(False))
+  seconds = cost.link_s(np.maximum(tokens, share) * row_bytes, 0.0, False)
   return share, group_max(seconds, node_starts), (tokens + share) * row_bytes
 
 
@@ -168,7 +172,8 @@ def _redistributed(plan: Plan, cost: CostModel) -> LayerTimes:
   back = _moved(even, held, times.starts, plan.ranks_per_node, row)
   intra, inter = (np.maximum(getattr(move, link), getattr(back, link)) for link in ('intra', 'inter'))
   seconds = group_max(cost.link_s(intra, inter, inter > 0), times.starts)
-  return LayerTimes(**{**vars(times), 'move_s': np.where(intra + inter > 0, seconds, 0.0), 'move': move})
+  mean = Traffic((move.intra + back.intra) / 2, (move.inter + back.inter) / 2)
+  return LayerTimes(**{**vars(times), 'move_s': np.where(intra + inter > 0, seconds, 0.0), 'move': mean})
 
 
 def _moved(

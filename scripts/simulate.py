@@ -4,8 +4,8 @@
     python scripts/simulate.py --config configs/sim/paper_1f3s.gin --set SimulatorConfig.steps=20 --json out.json
 
 The config names a file of lengths, the model and the cluster's rates. All times are simulated: they follow
-from those rates (see repack_jax/simulator.py for what is assumed). `bound` is computation alone, evenly shared
-by all ranks: no communication, no padding, no waiting.
+from those rates (repack_jax/simulator.py says what is assumed). `bound` is computation alone, shared evenly by
+all ranks: no communication, no padding, no waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
 from tqdm import tqdm
 
 from repack_jax import command_line, memory
@@ -34,8 +33,8 @@ from repack_jax.solver import SampleTooLong
 from repack_jax.solver.bounds import compute_bound_s
 
 BOUND = 'bound'
-# What the training step cannot do yet, played on the plans of `solve`: chunks of heads whose exchanges overlap the
-# attention core.
+# What the training step cannot do yet, played on the plans of `solve`: exchanges in so many chunks of heads that
+# overlap the attention core.
 WHAT_IF = {'solve, exchanges in 4 chunks': 4}
 # Layerwise Repacking as published, on the steps with SP16/32 parents: (step time in %, MFU in points).
 PUBLISHED = {'repack': (-5.95, 3.75), 'solve': (-7.61, 4.83)}
@@ -74,7 +73,7 @@ def play(run: RunConfig) -> tuple[Tally, Tally, Counter[int]]:
   batches = length_batches(read_lengths(run.simulator.lengths, run.data.text_field), run.data, run.simulator)
   wide, everything, widest = Tally(), Tally(), Counter[int]()
   cost = CostModel(run.cluster, run.model)
-  for _ in tqdm(range(run.simulator.steps), unit='step', desc="simulating", disable=None):
+  for _ in tqdm(range(run.simulator.steps), unit='step', desc='simulating', disable=None):
     lengths = next(batches)
     try:
       found = simulate_modes(run, lengths, SIMULATED_MODES)
@@ -157,7 +156,9 @@ def results(tally: Tally, run: RunConfig) -> dict[str, dict[str, float]]:
 def main(argv: Sequence[str] | None = None) -> None:
   parser = command_line.described(__doc__)
   command_line.add_config_arguments(parser, required=True)
-  parser.add_argument('--json', type=command_line.output_file, metavar='FILE', help='also write the results here')
+  parser.add_argument(
+    '--json', type=command_line.output_file, metavar='FILE', help='also write the results here'
+  )
   args = parser.parse_args(argv)
   run = load(args.config, args.set)
   print(describe(run), flush=True)
@@ -173,7 +174,9 @@ def main(argv: Sequence[str] | None = None) -> None:
       'wide_steps': wide.steps,
       'wide': results(wide, run),
       'all': results(everything, run),
-      'wide_causes_s': {name: {c: s / wide.steps for c, s in of.items()} for name, of in wide.causes_s.items()},
+      'wide_causes_s': {
+        name: {c: s / wide.steps for c, s in of.items()} for name, of in wide.causes_s.items()
+      },
     }
     args.json.write_text(json.dumps(report, indent=2) + '\n')
 

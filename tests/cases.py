@@ -52,9 +52,10 @@ def random_plan(
         children.append(Group(child_first, child_size, tuple(samples)))
         stream += samples
       parents.append(Group(first, size, tuple(stream)))
+  mode = 'solve' if solo else 'repack'
   plan = Plan(
-    tuple(range(len(lengths))), tuple(lengths), tuple(parents), tuple(children), 'solve' if solo else 'repack',
-    capacity_tokens, num_ranks, domain_ranks, min(ranks_per_node, domain_ranks),
+    tuple(range(len(lengths))), tuple(lengths), tuple(parents), tuple(children), mode, capacity_tokens,
+    num_ranks, domain_ranks, min(ranks_per_node, domain_ranks),
   )  # fmt: skip
   return _with_solo(rng, plan, solo).validate()
 
@@ -71,3 +72,26 @@ def _with_solo(rng: np.random.Generator, plan: Plan, share: float) -> Plan:
       lengths += own
   ids = tuple(range(len(lengths)))
   return dataclasses.replace(plan, sample_ids=ids, lengths=tuple(lengths), solo=tuple(groups))
+
+
+def wide_plan(num_ranks: int, ranks_per_node: int, capacity_tokens: int, solo: bool = True) -> Plan:
+  """One parent over all ranks, children of a whole node, of halves of the next and so on, and solo samples.
+
+  Where a node has several children the last is empty, and but for solo samples so are its ranks.
+  """
+  children, lengths = [], []
+  for first in range(0, num_ranks, ranks_per_node):
+    size = max(1, ranks_per_node >> (first // ranks_per_node))
+    for rank in range(first, first + ranks_per_node, size):
+      last = rank + size == first + ranks_per_node and size < ranks_per_node
+      tokens = 0 if last else 3 * size * capacity_tokens // 4
+      own = [n for n in (tokens // 3, tokens - tokens // 3) if n]
+      children.append(Group(rank, size, tuple(range(len(lengths), len(lengths) + len(own)))))
+      lengths += own
+  stream = tuple(range(len(lengths)))
+  parent = Group(0, num_ranks, stream)
+  plan = Plan(
+    stream, tuple(lengths), (parent,), tuple(children), 'solve', capacity_tokens, num_ranks, num_ranks,
+    ranks_per_node,
+  )  # fmt: skip
+  return _with_solo(np.random.default_rng(0), plan, 0.8 if solo else 0.0).validate()

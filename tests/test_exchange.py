@@ -68,7 +68,7 @@ def whole_numbers(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def check_against_oracle(plan: Plan, kind: str, implementation: str, scope: str, seed: int) -> None:
-  ranks, tokens = plan.num_ranks, plan.rank_tokens
+  ranks, tokens = plan.num_ranks, plan.shared_tokens
   _, heads, kv, width, capacity = SHAPES[ranks]
   ex, rng, layout = (
     make_exchange(ranks, scope, implementation),
@@ -77,7 +77,7 @@ def check_against_oracle(plan: Plan, kind: str, implementation: str, scope: str,
   )
   q, combined_grad = (whole_numbers(rng, ranks, capacity, heads, width) for _ in range(2))
   k, v = (whole_numbers(rng, ranks, capacity, kv, width) for _ in range(2))
-  for x in (q, k, v, combined_grad):  # whatever padding holds must not matter
+  for x in (q, k, v, combined_grad):  # whatever padding and solo samples hold must not matter
     x[np.arange(capacity) >= tokens[:, None]] = np.nan
   out_rows = whole_numbers(rng, ranks, *ex.buffer_shape(ex.combine_heads))
   dispatched_grad = whole_numbers(rng, ranks, *ex.buffer_shape(ex.dispatch_heads))
@@ -128,7 +128,8 @@ def test_exchange_equals_oracle_over_the_domain(monkeypatch, ranks, implementati
   monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
   ranks_per_node, capacity = SHAPES[ranks][0], SHAPES[ranks][4]
   for seed in range(4):
-    plan = cases.random_plan(np.random.default_rng(seed), ranks, capacity, ranks, ranks_per_node)
+    rng, solo = np.random.default_rng(seed), 0.5 * (seed % 2)
+    plan = cases.random_plan(rng, ranks, capacity, ranks, ranks_per_node, solo=solo)
     for kind in (FULL, SPARSE):
       check_against_oracle(plan, kind, implementation, DOMAIN, seed)
 
@@ -139,8 +140,8 @@ def test_exchange_equals_oracle_inside_nodes(monkeypatch, ranks, implementation)
   monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
   ranks_per_node, capacity = SHAPES[ranks][0], SHAPES[ranks][4]
   for seed in range(4):
-    rng = np.random.default_rng(100 + seed)
-    plan = cases.random_plan(rng, ranks, capacity, ranks, ranks_per_node, wide_children=0)
+    rng, solo = np.random.default_rng(100 + seed), 0.5 * (seed % 2)
+    plan = cases.random_plan(rng, ranks, capacity, ranks, ranks_per_node, wide_children=0, solo=solo)
     assert plan.scope(SPARSE) == LOCAL
     check_against_oracle(plan, SPARSE, implementation, LOCAL, seed)
 
@@ -169,7 +170,8 @@ def test_skewed_and_empty_ranks(monkeypatch, implementation):
 @pytest.mark.parametrize('kind,scope', [(FULL, DOMAIN), (SPARSE, LOCAL)])
 def test_ragged_operands_are_the_oracles(kind, scope):
   """Sizes against what the oracle moves; each chunk lands on the receiver right behind the one before."""
-  for plan in (skewed_plan(), cases.random_plan(np.random.default_rng(7), 16, 7, 16, wide_children=0)):
+  rng = np.random.default_rng(7)
+  for plan in (skewed_plan(), cases.random_plan(rng, 16, 7, 16, wide_children=0, solo=0.5)):
     ex = make_exchange(16, scope, 'ragged')
     route = arrays.route_arrays(plan, kind, ex.widest)
     layout = plan.layout(kind)
@@ -258,7 +260,7 @@ def test_dispatch_worked_by_hand():
 def test_cross_node_bytes_are_what_the_exchange_sends():
   config = ModelConfig(num_heads=16, num_kv_heads=4, head_dim=8, num_layers=5, pattern='FSSS')
   for seed in range(5):
-    plan = cases.random_plan(np.random.default_rng(seed), 16, 7, 16)
+    plan = cases.random_plan(np.random.default_rng(seed), 16, 7, 16, solo=0.5 * (seed % 2))
     node = np.arange(16) // 8
     across = node[:, None] != node[None, :]
     expected = 0

@@ -155,6 +155,12 @@ def test_mistakes_in_a_file(text, expected):
     ('TrainConfig.steps=0', '--set: TrainConfig.steps = 0: must be at least 1'),
     ('TrainConfig.steps=1e3', '--set: TrainConfig.steps = 1000.0: must be of type int'),
     ('ModelConfig.num_experts=7', '--set: ModelConfig.num_experts = 7: must be a multiple of'),
+    ('ClusterConfig.nodes=3', '--set: ClusterConfig.nodes = 3: must be a power of two'),
+    ('ClusterConfig.nodes=8', '--set: ClusterConfig.nodes = 8: 8 nodes x 8 ranks are more than the 32'),
+    ('ClusterConfig.inter_node_bytes_per_s=0', 'ClusterConfig.inter_node_bytes_per_s = 0: must be above 0'),
+    ('ClusterConfig.intra_node_latency_s=-1', 'intra_node_latency_s = -1: must be at least 0'),
+    ('ClusterConfig.prefetch_layers=0.5', 'ClusterConfig.prefetch_layers = 0.5: must be of type int'),
+    ('PlannerConfig.capacity_step_tokens=-1', 'capacity_step_tokens = -1: must be at least 0'),
   ],
 )
 def test_mistakes_in_an_override(override, expected):

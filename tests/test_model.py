@@ -21,15 +21,17 @@ from model_runs import (
 )
 from ragged import emulated_ragged_all_to_all
 
+from models.context import Contexts
 from models.experts import block_rows
 from models.loss import token_losses
 from models.step import TrainStep
 from models.transformer import stacks
 from repack_jax import flops
 from repack_jax.arrays import pack
+from repack_jax.attention import attention
 from repack_jax.config import FULL, MODES, SPARSE
-from repack_jax.mesh import make_mesh
-from repack_jax.plan import Group, Plan
+from repack_jax.mesh import RANK_BLOCKS, make_mesh
+from repack_jax.plan import DOMAIN, LOCAL, Group, Plan
 from repack_jax.solver import solve
 
 LENGTHS = {
@@ -59,15 +61,28 @@ def test_loss_and_gradients_do_not_depend_on_mesh_and_mode(one_rank, ranks, mode
 
 
 def test_the_planner_gives_these_batches_what_the_test_means_to_test():
-  def plan(name: str, ranks: int) -> Plan:
-    run = run_config(ranks)
+  def plan(name: str, ranks: int, mode: str) -> Plan:
+    run = run_config(ranks, mode)
     return solve(LENGTHS[name], run.cluster, run.model, run.planner)[0]
 
-  for name, ranks in (('giant and short', 32), ('long and short', 16)):
-    wide = plan(name, ranks)
-    assert wide.widest(FULL) == ranks and wide.widest(SPARSE) <= 8 and len(wide.child_sizes()) > 1
-  assert plan('giant', 32).widest(SPARSE) == 32  # it fits no node: the wide layout stays
-  assert (plan('nearly empty', 32).rank_tokens == 0).sum() > 16
+  narrow = plan('long and short', 16, 'repack')
+  assert narrow.widest(FULL) == 16 and narrow.widest(SPARSE) == 8
+  assert plan('giant', 32, 'repack').widest(SPARSE) == 32  # it fits no node: the wide layout stays
+  assert len(plan('giant and short', 32, 'repack').child_sizes()) > 1
+  assert (plan('nearly empty', 32, 'repack').rank_tokens == 0).sum() > 16
+  beside = plan('many of one token', 16, 'solve')
+  assert beside.widest(FULL) == 16 and len(beside.solo) > 1
+
+
+@pytest.mark.parametrize(('ranks', 'remat'), [(32, 'layer'), (4, 'none')])
+def test_solo_samples_beside_a_wide_parent_with_local_children(ranks, remat):
+  """A layout by hand: children of every size in nodes of their own, full and empty ranks, solo on most."""
+  run = run_config(ranks, model=dataclasses.replace(MODEL, remat=remat))
+  plan = cases.wide_plan(ranks, run.cluster.ranks_per_node, SLOTS // ranks)
+  assert (plan.scope(FULL), plan.scope(SPARSE), plan.widest(FULL)) == (DOMAIN, LOCAL, ranks)
+  assert len(plan.child_sizes()) == run.cluster.nodes and len(plan.solo) > ranks // 2
+  batch = samples(plan.lengths)
+  assert_same(sums_of_plan(run, plan, batch), sums_of_batch(run_config(1), batch))
 
 
 @pytest.mark.parametrize('ranks', [4, 16, 32])
@@ -145,6 +160,9 @@ def test_ragged_exchange_agrees(monkeypatch, one_rank):
   for name in ('giant and short', 'nearly empty'):
     (plan,) = solve(LENGTHS[name], run.cluster, run.model, run.planner)
     assert_same(sums_of_plan(run, plan, samples(LENGTHS[name])), one_rank[name])
+  plan = cases.wide_plan(4, 2, SLOTS // 4)
+  batch = samples(plan.lengths)
+  assert_same(sums_of_plan(run, plan, batch), sums_of_batch(run_config(1), batch))
 
 
 def test_remat_changes_nothing(one_rank):
@@ -227,34 +245,71 @@ def _equations(jaxpr, name):
   return found
 
 
+@pytest.mark.parametrize('solo', [False, True])
 @pytest.mark.parametrize('remat', ['none', 'layer'])
-def test_two_exchanges_a_layer_and_direction(monkeypatch, remat):
+def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo):
   """In the step's program with `ragged`: F and S layers, dispatch and combine, forward and backward: 8.
 
-  None is repeated by remat; a sparse layer's stay on the local axis; nothing else moves activations.
+  None is repeated by remat; a sparse layer's stay on the local axis; nothing else moves activations. Solo
+  samples add none.
   """
   monkeypatch.setattr('models.context.choose_implementation', lambda name, platform: 'ragged')
   model = dataclasses.replace(MODEL, remat=remat, num_layers=4, expert_placement='replicated')
   run = run_config(16, model=model)
   step = TrainStep(run, make_mesh(run.cluster))
-  lengths = LENGTHS['long and short']
-  (plan,) = solve(lengths, run.cluster, run.model, run.planner)
-  assert (plan.scope(FULL), plan.scope(SPARSE)) == ('domain', 'local')
-  arrays = pack(plan, samples(lengths), step.widest_degree(plan))
+  plan = cases.wide_plan(16, 8, SLOTS // 16, solo)
+  assert plan.program == (DOMAIN, LOCAL, SLOTS // 16, solo)
+  arrays = pack(plan, samples(plan.lengths), step.widest_degree(plan))
   shapes, load = step.state_shapes(), np.zeros((4, 8), np.float32)
-  jaxpr = jax.make_jaxpr(step.gradients, static_argnums=3)(shapes.params, load, arrays, ('domain', 'local'))
-  axes = [
-    tuple(np.atleast_1d(eqn.params['axis_name'])) for eqn in _equations(jaxpr.jaxpr, 'ragged_all_to_all')
-  ]
+  gradients = jax.make_jaxpr(step.gradients, static_argnums=3)
+  jaxpr = gradients(shapes.params, load, arrays, plan.program).jaxpr
+  axes = [tuple(np.atleast_1d(eqn.params['axis_name'])) for eqn in _equations(jaxpr, 'ragged_all_to_all')]
   assert sorted(axes) == [('local',)] * 4 + [('node', 'local')] * 4
-  assert not _equations(jaxpr.jaxpr, 'all_to_all')
-  gathers = _equations(jaxpr.jaxpr, 'all_gather')
+  assert not _equations(jaxpr, 'all_to_all')
+  gathers = _equations(jaxpr, 'all_gather')
   shards = {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(shapes.params)}
   shards |= {shape[2:] for shape in shards}  # a layer's, out of its stack
   assert all(eqn.invars[0].aval.shape in shards for eqn in gathers)  # parameters, nothing else
   # Those of layers are gathered again in the backward pass, where it needs them, and not kept.
-  scattered = _equations(jaxpr.jaxpr, 'reduce_scatter')
+  scattered = _equations(jaxpr, 'reduce_scatter')
   assert len(gathers) > 1.5 * len(scattered)
+
+
+@pytest.mark.parametrize('kind', [FULL, SPARSE])
+@pytest.mark.parametrize('implementation', ['dense', 'ragged'])
+def test_attention_of_shared_and_solo_samples(monkeypatch, implementation, kind):
+  """Each sample's attention is that of the sample alone, with its gradients, and NaN in padding is inert."""
+  monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
+  monkeypatch.setattr('models.context.choose_implementation', lambda name, platform: implementation)
+  run = run_config(4)
+  mesh, plan = make_mesh(run.cluster), cases.wide_plan(4, 2, 12)
+  ctx = Contexts(run, mesh).context(plan.program)
+  arrays = pack(plan, samples(plan.lengths), {FULL: 4, SPARSE: 2})
+
+  def one_rank(q, k, v, grad, batch):
+    q, k, v, grad, batch = jax.tree.map(lambda x: x[0], (q, k, v, grad, batch))
+    out, vjp = jax.vjp(lambda q, k, v: ctx.attend(kind, q, k, v, batch), q, k, v)
+    return jax.tree.map(lambda x: x[None], (out, *vjp(grad)))
+
+  on_ranks = jax.jit(
+    jax.shard_map(one_rank, mesh=mesh, in_specs=RANK_BLOCKS, out_specs=RANK_BLOCKS, check_vma=False)
+  )
+  rng, padding = np.random.default_rng(0), arrays.segments < 0
+  heads = (MODEL.num_heads, MODEL.num_kv_heads, MODEL.num_kv_heads, MODEL.num_heads)
+  inputs = [rng.normal(size=(4, 12, n, MODEL.head_dim)).astype(np.float32) for n in heads]
+  for x in inputs:
+    x[padding] = np.nan
+  results = [np.asarray(x) for x in on_ranks(*inputs, arrays)]
+  assert padding.any() and all((x[padding] == 0).all() for x in results)
+  window = None if kind == FULL else MODEL.window_tokens
+  # All samples end to end; rows are ranks in order, and so each sample's tokens come in order.
+  place = [np.argwhere(arrays.segments == sample) for sample in range(len(plan.lengths))]
+  ranks, slots = np.concatenate(place).T
+  q, k, v, grad = (jnp.asarray(x[ranks, slots]) for x in inputs)
+  end_to_end = jnp.repeat(jnp.arange(len(place)), np.array(plan.lengths))
+  want, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, end_to_end, window, 'reference'), q, k, v)
+  for got, expected in zip(results, (want, *vjp(grad)), strict=True):
+    np.testing.assert_allclose(got[ranks, slots], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_chunked_loss_equals_whole_logits():

@@ -11,9 +11,9 @@ from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD, CostModel, bytes_pe
 from repack_jax.plan import Group
 from repack_jax.solver import search
 
-# Effort. Short samples are searched in bundles of a rank's mean share over _BUNDLES (over _SMALL_BUNDLES where
-# there is little room), and placed one by one only in the end; the others bound how many layouts are judged,
-# more of them where there are few samples.
+# Effort. Short samples are searched in bundles of a rank's mean tokens over _BUNDLES (over _SMALL_BUNDLES where
+# there is little room) and placed one by one only in the end. The others bound how many layouts are judged:
+# more where there are few samples.
 _BUNDLES, _SMALL_BUNDLES = 8, 32
 _MOST_SINGLE = 64
 _ROUNDS = 60
@@ -107,22 +107,26 @@ class Domain:
     return layout
 
   def _layouts(self, layout: search.Layout) -> Layouts:
-    groups = (self._groups(found.of, found) for found in (layout.parents, layout.children))
-    ranks = np.arange(self._problem.ranks)
-    alone = self._groups(
-      layout.solo.of, search.Groups(ranks, np.ones_like(ranks), *[ranks] * 3, ranks[-1:] + 1)
-    )
-    return Layouts(*groups, [group for group in alone if group.samples])
+    parents, children = (self._groups(found.of, found) for found in (layout.parents, layout.children))
+    ranks = self._problem.ranks
+    alone = self._members(layout.solo.of, ranks)
+    solo = [Group(rank, 1, samples) for rank, samples in enumerate(alone) if samples]
+    return Layouts(parents, children, solo)
 
   def _groups(self, of: np.ndarray, found: search.Groups) -> list[Group]:
-    count = int(found.count[0])
-    members = np.argsort(of, kind='stable')
-    edges = np.cumsum(np.bincount(of + 1, minlength=count + 1))  # the first are in none of these
-    parts = np.split(self.samples[members], edges[:-1])[1:]
+    count = int(found.number[0])
     return [
-      Group(int(first), int(size), tuple(part.tolist()))
-      for first, size, part in zip(found.first[:count], found.size[:count], parts, strict=True)
+      Group(int(first), int(size), samples)
+      for first, size, samples in zip(
+        found.first[:count], found.size[:count], self._members(of, count), strict=True
+      )
     ]
+
+  def _members(self, of: np.ndarray, count: int) -> list[tuple[int, ...]]:
+    """The samples of each group, from the group of each sample (-1 for none)."""
+    order = np.argsort(of, kind='stable')
+    edges = np.cumsum(np.bincount(of + 1, minlength=count + 1))
+    return [tuple(part.tolist()) for part in np.split(self.samples[order], edges[:-1])[1:]]
 
 
 def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> search.Problem:

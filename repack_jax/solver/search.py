@@ -1,8 +1,11 @@
-"""The inner loops of the planner, compiled: placing samples in groups and judging a layout of one domain.
+"""The inner loops of the planner, compiled: placing samples in groups, judging layouts of a domain, search.
 
 A layout is judged by a closed form of what the simulator plays, with tokens as divisible and both passes
 taken together. Everything is sequential
 float64 arithmetic in a fixed order, so every host gets the same result.
+
+All of it is one file since numba, which keeps compiled functions on disk, notices a change of the file that a
+function is in, but not of other files whose functions it calls.
 
 Samples are numbered within the domain, longest first. Groups are arrays: `first`, `size` and sums over their
 samples. A group holds `sample`s by `group_of[sample]`.
@@ -37,7 +40,8 @@ class Problem(NamedTuple):
       layer (full attention and tokens, over their means) and where they don't (all seconds), and children.
     ranks, node_ranks, capacity: of the domain, of a node, token slots of a rank.
     node_of: int64 [ranks].
-    solo_slack: tokens that solo samples may exceed the capacity by: bundles do not fill a rank as their samples will.
+    solo_slack: tokens that solo samples may exceed the capacity by, since bundles fill a rank less well than
+      the samples in them will.
     intra_s, inter_s: float64 [degrees], per token and peer over either link, by log2 of the degree.
     latency_s: float64 [degrees], of all exchanges of a layer.
     own_s: per token and over all layers, what runs where the token lies.
@@ -72,7 +76,7 @@ class Problem(NamedTuple):
 
 
 class Groups(NamedTuple):
-  """Groups that tile a domain's ranks: arrays [ranks], of which the first `count[0]` entries count.
+  """Groups that tile a domain's ranks: arrays [ranks], of which the first `number[0]` entries count.
 
   Attributes:
     first, size: int64. tokens, work_s: float64 sums over samples. of: int64 [samples].
@@ -83,11 +87,11 @@ class Groups(NamedTuple):
   tokens: np.ndarray
   work_s: np.ndarray
   of: np.ndarray
-  count: np.ndarray
+  number: np.ndarray
 
 
 class Solo(NamedTuple):
-  """Samples on single ranks, in no group: `of` int64 [samples], the rank or -1; sums float64 [ranks] over them."""
+  """Samples on single ranks, in no group: their rank or -1, int64 [samples], and sums float64 [ranks]."""
 
   tokens: np.ndarray
   full_s: np.ndarray
@@ -124,7 +128,7 @@ def copy_groups(source, target):
   target.tokens[:] = source.tokens
   target.work_s[:] = source.work_s
   target.of[:] = source.of
-  target.count[:] = source.count
+  target.number[:] = source.number
 
 
 @_compiled
@@ -150,7 +154,7 @@ def place(problem, loads, degree, inside, first, ranks, work_s, out):
   Returns False where a sample finds no room.
   """
   tokens, capacity = problem.tokens, problem.capacity
-  begin = out.count[0]
+  begin = out.number[0]
   end = begin
   free, last = first, first + ranks
   held = np.zeros((ranks, 2))
@@ -184,7 +188,7 @@ def place(problem, loads, degree, inside, first, ranks, work_s, out):
     out.first[end], out.size[end], out.tokens[end], out.work_s[end] = free, 1, 0.0, 0.0
     end += 1
     free += 1
-  out.count[0] = end
+  out.number[0] = end
   return True
 
 
@@ -223,7 +227,7 @@ def judge(problem, layout, critical):
   layer. Those that don't are as slow as the slowest in all layers together where parameters are gathered
   ahead, and in each layer where they are not; `problem.meeting` weighs the two.
 
-  `critical` int64 [4] receives the nodes that decide: by tokens of a rank, in full layers, in sparse ones, in all.
+  `critical` int64 [4] receives the nodes that decide: by tokens, in full layers, in sparse ones, in all.
   """
   parents, children, solo = layout
   ranks, node = problem.ranks, problem.node_ranks
@@ -232,7 +236,7 @@ def judge(problem, layout, critical):
   experts, most = np.zeros(nodes), np.zeros(nodes)
   slowest, squares = 0.0, 0.0
   rank_routed_s = 0.0 if problem.routed_spread else problem.routed_s
-  for c in range(children.count[0]):
+  for c in range(children.number[0]):
     first, size = children.first[c], children.size[c]
     held = children.tokens[c] / size
     seconds = children.work_s[c] / size
@@ -258,7 +262,7 @@ def judge(problem, layout, critical):
   full, sparse, both = 0.0, 0.0, 0.0
   met_full, met_sparse, met_until = 0.0, 0.0, 0
   both_squares = 0.0
-  for g in range(parents.count[0]):
+  for g in range(parents.number[0]):
     first, size = parents.first[g], parents.size[g]
     total, longest, sparse_s, alone_s = 0.0, 0.0, 0.0, 0.0
     for r in range(first, first + size):
@@ -331,35 +335,35 @@ def children_inside(problem, parents, g, degree, out):
 @_compiled
 def append_wide(problem, parents, g, out):
   """Appends parent g itself as the only child of its samples."""
-  c = out.count[0]
+  c = out.number[0]
   out.first[c], out.size[c], out.tokens[c], out.work_s[c] = parents.first[g], parents.size[g], 0.0, 0.0
   for s in range(len(problem.tokens)):
     if parents.of[s] == g:
       out.of[s] = c
       out.tokens[c] += problem.tokens[s]
       out.work_s[c] += problem.sparse_s[s]
-  out.count[0] = c + 1
+  out.number[0] = c + 1
 
 
 @_compiled
 def make_children(problem, parents, degree, wide, out):
   """Children of all parents; those with `wide` set, and those whose samples fit no other way, stay wide."""
-  out.count[0] = 0
-  for g in range(parents.count[0]):
-    begin = out.count[0]
+  out.number[0] = 0
+  for g in range(parents.number[0]):
+    begin = out.number[0]
     if not wide[g] and children_inside(problem, parents, g, degree, out):
       continue
-    out.count[0] = begin
+    out.number[0] = begin
     append_wide(problem, parents, g, out)
 
 
 @_compiled
 def lay_out(problem, repack, loads, degree, child_degree, layout):
-  """Parents by `degree`, balancing `loads`; in them children by `child_degree` (themselves unless `repack`); solo.
+  """Parents by `degree`, balancing `loads`, then what is in them.
 
   Returns the judged seconds; infinity where the samples don't fit.
   """
-  layout.parents.count[0] = 0
+  layout.parents.number[0] = 0
   layout.parents.of[:] = -1
   everything = np.ones(len(problem.tokens), np.bool_)
   if not place(problem, loads, degree, everything, 0, problem.ranks, problem.full_s, layout.parents):
@@ -369,12 +373,15 @@ def lay_out(problem, repack, loads, degree, child_degree, layout):
 
 @_compiled
 def lay_out_children(problem, repack, degree, child_degree, layout):
-  """Children inside given parents, then solo samples; a parent across nodes stays wide where that is faster."""
+  """Children by `child_degree` inside given parents (themselves unless `repack`), then solo samples.
+
+  A parent across nodes stays wide in sparse layers where that is judged faster.
+  """
   critical = np.zeros(4, np.int64)
   parents, children = layout.parents, layout.children
-  wide = np.full(parents.count[0], not repack)
-  best, best_g = np.inf, -1
-  for g in range(-1, parents.count[0]):  # all narrow, then one after the other wide
+  wide = np.full(parents.number[0], not repack)
+  best = np.inf
+  for g in range(-1, parents.number[0]):  # all narrow, then one after the other wide
     if g >= 0:
       if not repack or parents.size[g] <= problem.node_ranks:
         continue
@@ -385,7 +392,7 @@ def lay_out_children(problem, repack, degree, child_degree, layout):
     if fill_solo(problem, degree, layout):
       seconds = judge(problem, layout, critical)
     if seconds < best:
-      best, best_g = seconds, g
+      best = seconds
     elif g >= 0:
       wide[g] = False
   children.of[:] = -1
@@ -409,7 +416,7 @@ def fill_solo(problem, degree, layout):
   if degree.min() > 0:
     return True
   held, busy_s = np.zeros(problem.ranks), np.zeros(problem.ranks)
-  for c in range(children.count[0]):
+  for c in range(children.number[0]):
     size = children.size[c]
     tokens = children.tokens[c] / size
     seconds = children.work_s[c] / size
@@ -420,7 +427,7 @@ def fill_solo(problem, degree, layout):
       held[r] = tokens
       busy_s[r] = problem.sparse_layers * seconds
   layers = problem.full_layers + problem.sparse_layers
-  for g in range(parents.count[0]):
+  for g in range(parents.number[0]):
     size, longest, total = parents.size[g], 0.0, 0.0
     for r in range(parents.first[g], parents.first[g] + size):
       longest = max(longest, held[r])
@@ -471,14 +478,14 @@ def search(problem, repack, use_solo, given, widest, rounds, degree, child_degre
 
   Args:
     use_solo: samples may be solo, which is degree 0.
-    given: parents that stay, or none of them (count 0): then they are chosen too.
+    given: parents that stay, or none of them (number 0): then they are chosen too.
     rounds: degrees to change, one at a time.
     degree, child_degree: int64 [samples], receive the parents' and the children's degrees.
 
   Returns whether the parents balance `step_loads` rather than `layer_loads`.
   """
   samples = len(problem.tokens)
-  free_parents = given.count[0] == 0
+  free_parents = given.number[0] == 0
   layout = empty_layout(problem.ranks, samples)
   if not free_parents:
     copy_groups(given, layout.parents)
@@ -605,10 +612,7 @@ def _fits(problem, layout, child_of_rank, alone, target):
   # A group's last token makes one rank fuller than the rest.
   room = problem.capacity - np.ceil(children.tokens[c] / children.size[c])
   first, last = (target, target + 1) if alone else (children.first[c], children.first[c] + children.size[c])
-  for r in range(first, last):
-    if solo.tokens[r] > room:
-      return False
-  return True
+  return solo.tokens[first:last].max() <= room
 
 
 @_compiled
@@ -620,13 +624,13 @@ def improve(problem, keep_parents, budget, layout):
     budget: layouts to judge at most.
   """
   parents, children, solo = layout
-  samples, count = len(problem.tokens), children.count[0]
+  samples, count = len(problem.tokens), children.number[0]
   critical = np.zeros(4, np.int64)
   parent_of = np.zeros(count, np.int64)
   child_of_rank = np.zeros(problem.ranks, np.int64)
   for c in range(count):
     child_of_rank[children.first[c] : children.first[c] + children.size[c]] = c
-    for g in range(parents.count[0]):
+    for g in range(parents.number[0]):
       if parents.first[g] <= children.first[c] < parents.first[g] + parents.size[g]:
         parent_of[c] = g
   best = judge(problem, layout, critical)
@@ -685,7 +689,7 @@ def improve(problem, keep_parents, budget, layout):
 
 @_compiled
 def fill_bins(tokens, work_s, bins, bin_tokens, mean_tokens, mean_work_s, out):
-  """Samples, longest first, to the least loaded of equal bins by the worse of tokens and work over their means.
+  """Samples, longest first, to the bin with the least, by the worse of tokens and work over their means.
 
   Returns False where a sample finds no room.
   """

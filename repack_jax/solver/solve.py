@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -112,22 +112,20 @@ class _Batch:
     if mode == 'static':
       longest = int(self.lengths.max())
       degree = config.static_sp_degree or static_degree(self.degrees, config.capacity_tokens, longest)
-      return self._built(domains, lambda domain: domain.static(degree))
-    parents = [domain.parents() for domain in domains]
-    if any(found is None for found in parents):
+      return self._built(domains, [domain.static(degree) for domain in domains])
+    pairs = [(domain, found) for domain in domains if (found := domain.parents()) is not None]
+    if len(pairs) < len(domains):
       return None
-    of = dict(zip(map(id, domains), parents, strict=True))
-    makers: list[Callable[[Domain], Layouts | None]] = [lambda domain: domain.disabled(of[id(domain)])]
+    candidates: list[list[Layouts | None]] = [[domain.disabled(found) for domain, found in pairs]]
     if mode in ('repack', 'solve'):
-      makers.append(lambda domain: domain.repack(of[id(domain)]))
+      candidates.append([domain.repack(found) for domain, found in pairs])
     if mode == 'solve':
-      makers.append(lambda domain: domain.solve())
-    plans = [plan for maker in makers if (plan := self._built(domains, maker)) is not None]
+      candidates.append([domain.solve() for domain in domains])
+    plans = [plan for layouts in candidates if (plan := self._built(domains, layouts)) is not None]
     return min(plans, key=lambda plan: simulate(self.cost, [plan]).step_s)
 
-  def _built(self, domains: list[Domain], maker: Callable[[Domain], Layouts | None]) -> Plan | None:
-    """A plan from each domain's layouts."""
-    layouts = [maker(domain) for domain in domains]
+  def _built(self, domains: list[Domain], layouts: Sequence[Layouts | None]) -> Plan | None:
+    """A plan from each domain's layouts; None where one has none."""
     if any(found is None for found in layouts):
       return None
     sample_ids = np.sort(np.concatenate([domain.samples for domain in domains]))
