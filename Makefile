@@ -2,6 +2,7 @@
 # make test    sets up .venv and runs the tests
 # make lint    ruff and mypy
 # make bench   the benchmarks of scripts/
+# make sim     simulates configs/sim/paper_1f3s.gin
 #
 # ARGS go to the command: make train ARGS="--set TrainConfig.steps=20"
 
@@ -13,7 +14,7 @@ BIN := .venv/bin
 # Compiled programs are kept between runs.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
-.PHONY: train test lint bench setup setup-dev clean
+.PHONY: train test lint bench sim setup setup-dev clean
 
 train: setup
 	$(BIN)/python train.py --config $(CONFIG) $(ARGS)
@@ -30,6 +31,10 @@ bench: setup
 	$(BIN)/python scripts/bench_attention.py $(ARGS)
 	$(BIN)/python scripts/bench_exchange.py $(ARGS)
 	$(BIN)/python scripts/bench_step.py $(ARGS)
+	$(BIN)/python scripts/bench_planner.py $(ARGS)
+
+sim: setup
+	$(BIN)/python scripts/simulate.py --config configs/sim/paper_1f3s.gin $(ARGS)
 
 setup: .venv/.installed
 setup-dev: .venv/.installed-dev

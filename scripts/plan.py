@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -32,6 +33,8 @@ from repack_jax.report import Case, plan_page, write_trace
 from repack_jax.report.words import amount, describe_cluster, describe_rates
 from repack_jax.solver import SampleTooLong
 from repack_jax.solver.bounds import compute_bound_s
+
+Row = dict[str, Any]
 
 
 def batch_of(run: RunConfig, file: str, number: int) -> np.ndarray:
@@ -51,7 +54,7 @@ def batch_of(run: RunConfig, file: str, number: int) -> np.ndarray:
   return batch
 
 
-def summary(run: RunConfig, cases: Sequence[Case], bound_s: float) -> list[dict[str, object]]:
+def summary(run: RunConfig, cases: Sequence[Case], bound_s: float) -> list[Row]:
   """A row a mode: predicted seconds against the baseline and the bound, bytes across nodes, imbalance."""
   base_s = next(case.simulated.step_s for case in cases if case.name == BASELINE)
   return [
@@ -62,15 +65,17 @@ def summary(run: RunConfig, cases: Sequence[Case], bound_s: float) -> list[dict[
       'over_bound': case.simulated.step_s / bound_s,
       'mfu': case.simulated.mfu,
       'cross_node_bytes': sum(cross_node_bytes(plan, run.model) for plan in case.plans),
-      'imbalance': sum(plan.rank_tokens.max() for plan in case.plans)
-      / sum(plan.rank_tokens.mean() for plan in case.plans),
+      'imbalance': float(
+        sum(plan.rank_tokens.max() for plan in case.plans)
+        / sum(plan.rank_tokens.mean() for plan in case.plans)
+      ),
       'micro_batches': len(case.plans),
     }
     for case in cases
   ]
 
 
-def as_text(rows: Sequence[dict[str, object]], bound_s: float) -> str:
+def as_text(rows: Sequence[Row], bound_s: float) -> str:
   lines = [
     f'{"mode":<12}{"step s":>10}{"baseline":>10}{"bound":>8}{"MFU":>8}{"across nodes":>14}{"imbalance":>11}'
     f'{"micro-batches":>15}'
@@ -79,16 +84,14 @@ def as_text(rows: Sequence[dict[str, object]], bound_s: float) -> str:
     mfu = f'{row["mfu"]:.1%}' if row['mfu'] else '-'
     lines.append(
       f'{row["mode"]:<12}{row["step_s"]:>10.4g}{row["over_baseline"]:>9.3f}x{row["over_bound"]:>7.3f}x'
-      f'{mfu:>8}{amount(row["cross_node_bytes"], "B"):>14}{row["imbalance"]:>11.3f}'  # type: ignore[arg-type]
+      f'{mfu:>8}{amount(row["cross_node_bytes"], "B"):>14}{row["imbalance"]:>11.3f}'
       f'{row["micro_batches"]:>15}'
     )
   lines.append(f'{"bound":<12}{bound_s:>10.4g}   computation alone, shared evenly by all ranks')
   return '\n'.join(lines)
 
 
-def as_json(
-  run: RunConfig, case: Case, rows: Sequence[dict[str, object]], bound_s: float
-) -> dict[str, object]:
+def as_json(run: RunConfig, case: Case, rows: Sequence[Row], bound_s: float) -> dict[str, object]:
   """The comparison, and the plans of the config's mode: groups as [first rank, size, samples]."""
   plans = [
     {
@@ -105,10 +108,10 @@ def as_json(
     for plan in case.plans
   ]
   return {
-    'modes': [dict(row, imbalance=float(row['imbalance'])) for row in rows],
+    'modes': list(rows),
     'bound_s': bound_s,
     'plans': plans,
-  }  # type: ignore[arg-type]
+  }
 
 
 def main(argv: Sequence[str] | None = None) -> None:

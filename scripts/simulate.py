@@ -1,11 +1,11 @@
 """Plays training steps on a cluster that need not exist, in every mode, and compares them.
 
     python scripts/simulate.py --config configs/sim/paper_1f3s.gin
-    python scripts/simulate.py --config configs/sim/paper_1f3s.gin --set SimulatorConfig.steps=20 --json out.json
+    python scripts/simulate.py --config configs/sim/paper_1f3s.gin --config configs/sim/wikipedia.gin
 
 The config names a file of lengths, the model and the cluster's rates. All times are simulated: they follow
-from those rates (repack_jax/simulator.py says what is assumed). `bound` is computation alone, shared evenly by
-all ranks: no communication, no padding, no waiting.
+from those rates (repack_jax/simulator.py says what is assumed). `bound` is computation alone, shared evenly
+by all ranks: no communication, no padding, no waiting.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from repack_jax.solver import SampleTooLong
 from repack_jax.solver.bounds import compute_bound_s
 
 BOUND = 'bound'
-# What the training step cannot do yet, played on the plans of `solve`: exchanges in so many chunks of heads that
-# overlap the attention core.
+# What the training step cannot do yet, played on the plans of `solve`: exchanges in so many chunks of heads
+# that overlap the attention core.
 WHAT_IF = {'solve, exchanges in 4 chunks': 4}
 # Layerwise Repacking as published, on the steps with SP16/32 parents: (step time in %, MFU in points).
 PUBLISHED = {'repack': (-5.95, 3.75), 'solve': (-7.61, 4.83)}

@@ -11,9 +11,9 @@ from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD, CostModel, bytes_pe
 from repack_jax.plan import Group
 from repack_jax.solver import search
 
-# Effort. Short samples are searched in bundles of a rank's mean tokens over _BUNDLES (over _SMALL_BUNDLES where
-# there is little room) and placed one by one only in the end. The others bound how many layouts are judged:
-# more where there are few samples.
+# Effort. Short samples are searched in bundles of a rank's mean tokens over _BUNDLES (over _SMALL_BUNDLES
+# where there is little room) and placed one by one only in the end. The others bound how many layouts are
+# judged: more where there are few samples.
 _BUNDLES, _SMALL_BUNDLES = 8, 32
 _MOST_SINGLE = 64
 _ROUNDS = 60

@@ -1,0 +1,161 @@
+"""The commands that need no devices: plan.py and simulate.py, as a user runs them."""
+
+import gzip
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from repack_jax import command_line
+
+ROOT = Path(__file__).resolve().parents[1]
+PAPER = str(ROOT / 'configs/sim/paper_1f3s.gin')
+TINY = str(ROOT / 'configs/tiny_cpu.gin')
+MODES = {'static', 'parents', 'redistribute', 'repack', 'solve', 'bound'}
+
+
+def script(name: str):
+  spec = importlib.util.spec_from_file_location(name, ROOT / 'scripts' / f'{name}.py')
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def shown(capsys, name: str, *args: str) -> str:
+  script(name).main(args)
+  return capsys.readouterr().out
+
+
+def error_of(capsys, name: str, *args: str) -> str:
+  """The one line of a mistake, which must end with exit code 2 and no traceback."""
+  with pytest.raises(SystemExit) as end:
+    command_line.run(lambda: script(name).main(args))
+  assert end.value.code == 2
+  lines = capsys.readouterr().err.strip().splitlines()
+  assert not any('Traceback' in line for line in lines)
+  return lines[-1]
+
+
+@pytest.fixture
+def in_root(monkeypatch):
+  """Configs name their files of lengths relative to the project."""
+  monkeypatch.chdir(ROOT)
+
+
+def test_simulate_prints_and_writes_the_comparison(capsys, tmp_path, in_root):
+  file = tmp_path / 'out.json'
+  text = shown(capsys, 'simulate', '--config', PAPER, '--set', 'SimulatorConfig.steps=6', '--json', str(file))
+  result = json.loads(file.read_text())
+  assert result['steps'] == 6 and 0 <= result['wide_steps'] <= 6
+  assert set(result['all']) >= MODES and (result['wide_steps'] == 0) == (not result['wide'])
+  by_mode = result['all']
+  assert all(set(of) == {'step_s', 'mfu'} for of in by_mode.values())
+  times = [by_mode[mode]['step_s'] for mode in ('parents', 'repack', 'solve', 'bound')]
+  assert times == sorted(times, reverse=True)
+  assert all(0.2 < of['mfu'] < 1 for of in by_mode.values())
+  assert '6 all steps' in text and 'simulated' in text and 'what if' in text
+  for mode in MODES:
+    assert f'{by_mode[mode]["step_s"]:.4f}' in text
+
+
+def test_simulate_is_deterministic(capsys, in_root):
+  texts = {shown(capsys, 'simulate', '--config', PAPER, '--set', 'SimulatorConfig.steps=2') for _ in range(2)}
+  assert len(texts) == 1
+
+
+@pytest.mark.parametrize(
+  'config',
+  ['k_exaone_like', 'llama4_like', 'paper_1f3s+wikipedia', 'paper_1f3s+ranks_64', 'paper_1f3s+ranks_256'],
+)
+def test_every_simulated_config_runs(config, capsys, in_root):
+  args = [arg for name in config.split('+') for arg in ('--config', str(ROOT / f'configs/sim/{name}.gin'))]
+  assert '1 all steps' in shown(capsys, 'simulate', *args, '--set', 'SimulatorConfig.steps=1')
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    (['--config', 'configs/sim/nothing.gin'], 'configs/sim/nothing.gin: no such config file'),
+    (['--config', PAPER, '--set', "SimulatorConfig.lengths='no.csv'"], 'no.csv: no such file'),
+    (['--config', PAPER, '--set', 'ClusterConfig.inter_node_bytes_per_s=0'], 'must be above 0'),
+    (['--config', TINY], 'SimulatorConfig.lengths'),
+    (['--config', PAPER, '--json', 'no/such/folder/x.json'], 'cannot be written'),
+    ([], 'the following arguments are required: --config'),
+  ],
+)
+def test_simulate_explains_mistakes(args, message, capsys, in_root):
+  assert message in error_of(capsys, 'simulate', *args)
+
+
+LENGTHS = [3000, 900, 700, 500, 400, 300, 200, 100]
+
+
+@pytest.fixture(params=['npy', 'npz', 'txt', 'jsonl', 'csv'])
+def lengths_file(request, tmp_path) -> Path:
+  path = tmp_path / f'lengths.{request.param}'
+  if request.param == 'npy':
+    np.save(path, np.array(LENGTHS))
+  elif request.param == 'npz':
+    np.savez(path, lengths=np.array(LENGTHS))
+  elif request.param == 'txt':
+    path.write_text('\n'.join(map(str, LENGTHS)))
+  elif request.param == 'jsonl':
+    path.write_text('\n'.join(json.dumps({'text': 'x' * length}) for length in LENGTHS))
+  else:
+    path.write_text('low,high,count\n100,3000,8\n')
+  return path
+
+
+def test_plan_reads_every_format(lengths_file, capsys, tmp_path):
+  outputs = {name: tmp_path / f'out.{name}' for name in ('json', 'html', 'perfetto.gz')}
+  text = shown(
+    capsys, 'plan', str(lengths_file), '--config', TINY, '--json', str(outputs['json']),
+    '--html', str(outputs['html']), '--perfetto', str(outputs['perfetto.gz']),
+  )  # fmt: skip
+  result = json.loads(outputs['json'].read_text())
+  (plan,) = result['plans']
+  if lengths_file.suffix != '.csv':
+    assert sorted(plan['lengths'], reverse=True) == LENGTHS and '8 samples, 6100 tokens' in text
+  held = [s for groups in (plan['children'], plan['solo']) for _, _, samples in groups for s in samples]
+  assert sorted(held) == list(range(len(plan['lengths'])))
+  assert [row['mode'] for row in result['modes']] == ['parents', 'repack', 'solve']
+  assert result['modes'][-1]['over_baseline'] <= 1 and result['bound_s'] < result['modes'][-1]['step_s']
+  assert plan['digest'] in text and 'bound' in text
+  assert outputs['html'].read_text().lower().startswith('<!doctype html>')
+  assert json.loads(gzip.decompress(outputs['perfetto.gz'].read_bytes()))['traceEvents']
+
+
+@pytest.mark.parametrize(
+  'content, message',
+  [
+    ('', 'holds no lengths'),
+    ('5\n-3\n', "lengths.txt:2: '-3' must be at least 1"),
+    ('5\n3.5\n', "lengths.txt:2: '3.5'"),
+    ('abc\n', "lengths.txt:1: 'abc'"),
+  ],
+)
+def test_plan_explains_bad_lengths(content, message, capsys, tmp_path):
+  path = tmp_path / 'lengths.txt'
+  path.write_text(content)
+  assert message in error_of(capsys, 'plan', str(path), '--config', TINY)
+
+
+@pytest.mark.parametrize(
+  'args, message',
+  [
+    (['--batch', '2'], '--batch 2: '),
+    (['--batch', '0'], '0: must be a whole number, 1 or more'),
+    (['--html', 'no/such/folder/x.html'], 'cannot be written'),
+    (['--set', "DataConfig.long_documents='error'"], 'DataConfig.max_document_tokens'),
+    (
+      ['--config', 'configs/clusters/h900.gin'],
+      'configs/clusters/h900.gin: no such config file; did you mean',
+    ),
+  ],
+)
+def test_plan_explains_mistakes(args, message, capsys, tmp_path, in_root):
+  path = tmp_path / 'lengths.txt'
+  path.write_text('5000\n100\n')
+  assert message in error_of(capsys, 'plan', str(path), '--config', TINY, *args)
