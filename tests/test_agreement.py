@@ -55,8 +55,8 @@ def test_alone_there_is_nothing_to_compare():
     (('0123456789abcdef', '0123456789abcdef'), 'same'),
     (
       ('0123456789abcdef', 'fedcba9876543210'),
-      'plans differ between processes: 0123456789abcdef in process 0, fedcba9876543210 in process 1. They must '
-      'read the same documents with the same config, and the same versions of numpy and numba',
+      'plans differ between processes: 0123456789abcdef in process 0, fedcba9876543210 in process 1. '
+      'They must read the same documents with the same config, and the same versions of numpy and numba',
     ),
   ],
   ids=['same', 'different'],

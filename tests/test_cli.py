@@ -83,7 +83,7 @@ def test_help_and_config_mistakes_do_not_start_jax():
   [
     (['TrainConfig.steps=1.5'], 'TrainConfig.steps = 1.5: must be of type int'),
     (['PlannerConfig.mode=repack'], "quote the string, and the whole for the shell"),
-    (["PlannerConfig.mode='solve'"], "PlannerConfig.mode = 'solve': choose one of static, parents, repack"),
+    (["PlannerConfig.mode='wide'"], "PlannerConfig.mode = 'wide': choose one of static, parents, repack, solve"),
     (['TrainConfig.steps'], 'write Class.field=value'),
     (['ModelConfig.num_heads=3', 'ModelConfig.num_kv_heads=3'], 'use a multiple of 4 to reach SP4'),
     (['DataConfig.max_document_tokens=300', 'DataConfig.batch_tokens=300'], 'the widest is SP4 (4 ranks'),
@@ -207,7 +207,7 @@ def test_dry_run_shows_all_and_writes_nothing(capsys):
   assert train.main([*arguments(source), '--dry-run']) == 0
   out = capsys.readouterr().out
   assert resolved(load([MINI], [source])) in out
-  expected = ('parameters: ', 'documents: 12', 'total_bytes: 768', 'first batch: ', 'mode repack, ',
+  expected = ('parameters: ', 'documents: 12', 'total_bytes: 768', 'first batch: ', 'mode solve, ',
               'parent SP', 'parameters_bytes: ', 'optimizer_bytes: ', 'gradients_bytes: ',
               'activations_and_buffers_bytes: ')  # fmt: skip
   for part in expected:

@@ -16,7 +16,8 @@ def record(step: int, **values: object) -> dict:
   return {
     'step': step, 'loss': 5.0 - step, 'tokens': 1000, 'target_tokens': 100 * step,
     'children': {'8': 1, '2': 3}, 'cross_node_bytes': 60,
-    'cross_node_bytes_disabled': 80, 'dropped_assignments': 0, 'compiles': 2, 'widest_parent': 16,
+    'cross_node_bytes_disabled': 80, 'solo_tokens': 250, 'predicted_s': 0.9 + 0.1 * step,
+    'predicted_s_disabled': 1.25, 'dropped_assignments': 0, 'compiles': 2, 'widest_parent': 16,
   } | values  # fmt: skip
 
 
@@ -50,8 +51,9 @@ def test_summary_by_hand():
     '  expert assignments  7 dropped',
     '  compiles            2 of the forward and backward program',
     '  widest parent       SP32',
-    '  children            SP1: 4, SP2: 3, SP8: 1',
-    '  crossed nodes       120 bytes; 160 with repacking disabled (25.0% fewer)',
+    '  children            SP1: 4, SP2: 3, SP8: 1; 25% of tokens in none, on single ranks',
+    '  crossed nodes       120 bytes; 160 with repacking disabled (-25.0%)',
+    "  predicted           a step takes 0.840 times as long as with repacking disabled, by the config's rates",
   ]
   assert summary([], {}) == 'no steps were run'
 

@@ -455,9 +455,10 @@ def test_seconds_of_parameters_by_hand():
   assert own == 8 * 12 * 2 + 8 * 2 * 2 * 2 - 8 * 4 * 2 + 2 * 8 + 2 * 2 + 8 * 4 + 3 * 8 * 3
   assert routed == 3 * 4 * 8 * 5
   # Each node takes in the half that the other holds, over both its ranks' links; a rank takes in what the
-  # other of its node holds, of spread experts nothing.
-  for itemsize, seconds in ((4, model.gather_s(1)), (4, model.reduce_s(1))):
-    assert seconds == 5 + max(own / 2 * itemsize / 2, (own + routed) / 2 / 2 * itemsize / 8)
+  # other of its node holds, of spread experts nothing. The slower of the two links decides.
+  inter_s, intra_s = (own + routed) / 2 / 2 * 4 / 8, own / 2 * 4 / 2
+  assert inter_s < intra_s and model.gather_s(1) == model.reduce_s(1) == 5 + intra_s
+  assert cost_model().gather_s(1) == cost_model().reduce_s(1) == 5 + inter_s
   half = cost_model(dataclasses.replace(MODEL, compute_dtype='bfloat16'), intra_node_bytes_per_s=2)
   assert half.gather_s(1) - 5 == (model.gather_s(1) - 5) / 2 and half.reduce_s(1) == model.reduce_s(1)
   everywhere = cost_model(dataclasses.replace(MODEL, expert_placement='replicated'), intra_node_bytes_per_s=2)

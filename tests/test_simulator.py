@@ -151,7 +151,7 @@ def test_one_sample_on_two_nodes(inter_bytes_per_s, slower_s):
   assert step.cross_node_bytes == pytest.approx(2 * 2 * 32 * 4 * 6 * 2 * 4)
 
 
-def test_exchange_of_unequal_ranks_takes_what_the_fullest_sends_or_the_emptiest_receives():
+def test_exchange_of_unequal_ranks_takes_what_the_fullest_sends():
   """SP4 over two nodes of two ranks, with 6, 2, 1 and 0 of its 9 tokens on them."""
   cost = CostModel(cluster_of((1, 2, 2)), DENSE)
   children = [Group(0, 1, (0,)), Group(1, 1, (1,)), Group(2, 1, (2,)), Group(3, 1)]
@@ -159,7 +159,7 @@ def test_exchange_of_unequal_ranks_takes_what_the_fullest_sends_or_the_emptiest_
   times = plan_times(plan, cost)
   full, sparse = times.kinds[FULL], times.kinds[SPARSE]
   row_bytes = 6 * 2 * 4, 4 * 2 * 4  # of 16 heads and 4 key/value heads, 4 + 2 * 1 to a peer and 4 back
-  # Inside a node rank 0 sends 6 and rank 1 receives 6; rank 0 also sends 6 to each of the other node's.
+  # Rank 0 sends its 6 to one rank of its node and to two of the other's.
   for found, row in zip((full.dispatch_s, full.combine_s), row_bytes, strict=True):
     assert found.tolist() == pytest.approx([3e-4 + max(6 * row / 4e5, 12 * row / 1e5)] * 4)
   assert full.attention.intra.tolist() == [tokens * sum(row_bytes) for tokens in (6, 2, 1, 0)]
@@ -170,7 +170,7 @@ def test_exchange_of_unequal_ranks_takes_what_the_fullest_sends_or_the_emptiest_
 
 
 def test_chunked_exchanges_by_hand():
-  """Cut into chunks, as far as heads go, the shorter of core and exchanges shows with its first chunk only."""
+  """Cut into chunks, the shorter of core and exchanges shows with its first chunk only."""
   cost = CostModel(cluster_of('a node', prefetch_layers=0), DENSE)
   groups = [Group(0, 8, (0,))]
   plan = plan_of([40], groups, groups, cost.cluster)
@@ -217,6 +217,29 @@ def test_experts_meet_in_their_node_where_they_are_spread(placement):
       2 * cost.expert_bytes_per_token() * np.array([10 + 6, 2 + 6])
     )
   assert step.step_s == pytest.approx(expected + parameters_s(cost))
+
+
+def test_solo_samples_by_hand():
+  """8 tokens over two ranks and 3 of a solo sample on one: these are in no exchange but the experts'."""
+  model = dataclasses.replace(MODEL, num_layers=1, pattern='F', dense_layers=0)
+  cost = CostModel(cluster_of((1, 1, 2), prefetch_layers=0), model)
+  group = (Group(0, 2, (0,)),)
+  plan = Plan((0, 1), (8, 3), group, group, 'solve', 16, 2, 2, 2, (Group(0, 1, (1,)),)).validate()
+  step, without = simulate(cost, [plan]), simulate(cost, [dataclasses.replace(plan, lengths=(8, 1))])
+  shared_s, solo_s = float(cost.attention_s(8, FULL)) / 2, float(cost.attention_s(3, FULL))
+  exchange_s = 2 * (4 * cost.exchange_s(2) + cost.exchange_latency_s(2))
+  experts_s = 4 * (1e-4 + 7 * cost.expert_bytes_per_token() / 4e5)
+  assert step.seconds['full exchange'] == pytest.approx(exchange_s)
+  assert step.seconds['full attention'] == pytest.approx([3.5 * (shared_s + solo_s), 3.5 * shared_s])
+  assert step.seconds['expert exchange'] == pytest.approx(experts_s)
+  assert step.seconds['experts'] == pytest.approx(4 * 11 / 2 * cost.routed_s(0))
+  assert step.seconds['logits'] == pytest.approx(3 * cost.logits_s() * np.array([7, 4]))
+  assert step.seconds['wait: experts'] == pytest.approx([0, solo_s])
+  computed = computed_s(cost, 16, 0, {FULL: shared_s + solo_s}) + 4 * 11 / 2 * cost.routed_s(0)
+  assert step.step_s == pytest.approx(computed + exchange_s + experts_s + parameters_s(cost))
+  np.testing.assert_array_equal(step.sent['full exchange'], without.sent['full exchange'])
+  sent = 2 * cost.expert_bytes_per_token() * (np.array([7, 4]) + 11 / 2)
+  assert step.sent['expert exchange'][0] == pytest.approx(sent)
 
 
 def two_ranks(**changes: float) -> CostModel:

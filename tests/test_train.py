@@ -22,7 +22,7 @@ FIELDS = {
   'step', 'loss', 'grad_norm', 'lr', 'tokens', 'target_tokens', 'padding_fraction', 'tokens_per_s', 'step_s',
   'plan_s', 'data_wait_s', 'imbalance', 'widest_parent', 'children', 'cross_node_bytes',
   'cross_node_bytes_disabled', 'compiles', 'mode', 'plan_digest', 'micro_batches', 'epoch', 'balance_loss',
-  'router_z_loss', 'dropped_assignments',
+  'router_z_loss', 'dropped_assignments', 'predicted_s', 'predicted_s_disabled', 'solo_tokens',
 }  # fmt: skip
 
 # Runs train.py and sends its own process signals once the record of a step is written and, if a path is
@@ -134,11 +134,12 @@ def test_a_run_and_its_records(runs, straight):
     assert record['padding_fraction'] == 1 - record['tokens'] / (4 * 64)
     assert record['tokens_per_s'] == record['tokens'] / (record['step_s'] + record['data_wait_s'])
     assert min(record['step_s'], record['plan_s'], record['data_wait_s'], record['grad_norm']) > 0
-    assert 1 <= record['imbalance'] <= 4 and record['mode'] == 'repack'
-    assert record['cross_node_bytes'] <= record['cross_node_bytes_disabled']
+    assert 1 <= record['imbalance'] <= 4 and record['mode'] == 'solve'
+    assert 0 < record['predicted_s'] <= record['predicted_s_disabled'] * (1 + 1e-9)
+    assert 0 <= record['solo_tokens'] <= record['tokens']
     assert len(record['plan_digest']) == 16 and record['dropped_assignments'] == 0
   assert [record['lr'] for record in records[:3]] == pytest.approx([0.005, 0.0075, 0.01])
-  assert records[-1]['compiles'] == len({r['widest_parent'] > 2 for r in records})
+  assert len({r['widest_parent'] > 2 for r in records}) <= records[-1]['compiles'] <= 4
   assert max(record['widest_parent'] for record in records) == 4
   assert any(record['cross_node_bytes'] < record['cross_node_bytes_disabled'] for record in records)
   losses = runs.losses('straight')
@@ -150,7 +151,7 @@ def test_what_a_run_prints(runs, straight):
   assert lines[0] == f'run in {runs.folder / "straight"}'
   assert [line[2:22].strip() for line in lines[1:]] == [
     'final loss', 'tokens trained', 'documents', 'expert assignments', 'compiles', 'widest parent',
-    'children', 'crossed nodes',
+    'children', 'crossed nodes', 'predicted',
   ]  # fmt: skip
   assert 'mesh: data 1 x node 2 x local 2 on cpu' in straight.err
   assert 'exchange: dense' in straight.err and f'{STEPS}/{STEPS}' in straight.err
@@ -227,13 +228,14 @@ def test_signals_save_and_exit(runs, straight):
 
 def test_sigterm_during_the_first_compilation(runs):
   smaller = ("ModelConfig.pattern='F'", 'ModelConfig.num_layers=1', 'TrainConfig.steps=5')
-  process = runs.start(runs.arguments('compiling', *smaller), JAX_ENABLE_COMPILATION_CACHE='0')
-  metrics = runs.folder / 'compiling' / 'metrics.jsonl'
-  while not metrics.exists():
+  dumps = runs.folder / 'dumps'
+  process = runs.start(
+    runs.arguments('compiling', *smaller), JAX_ENABLE_COMPILATION_CACHE='0', JAX_DUMP_IR_TO=str(dumps)
+  )
+  while not list(dumps.glob('*accumulate*')):  # written when a program is traced, before it is compiled
     assert process.poll() is None
     time.sleep(0.05)
-  time.sleep(0.3)
-  assert metrics.read_text() == ''
+  assert (runs.folder / 'compiling' / 'metrics.jsonl').read_text() == ''
   process.send_signal(signal.SIGTERM)
   finish(process, 143)
   assert len(runs.losses('compiling')) == 1
