@@ -194,6 +194,12 @@ def test_table_by_hand():
     *PLAN.table().splitlines()[1:],
     'solo on 2 ranks                    3        6       4        3',
   ]
+  groups = (Group(0, 2, (0,)), Group(2, 1), Group(3, 1))
+  idle = Plan((0,), (8,), groups, groups, 'parents', 4, 4, 4, 2).validate()
+  assert [row.rstrip() for row in idle.table().splitlines()[2:]] == [
+    'parent SP2 @0                      1        8       4        8',
+    'in no group: 2 ranks',
+  ]
 
 
 def test_digest_is_pinned_and_the_same_everywhere():
