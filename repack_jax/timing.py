@@ -203,20 +203,22 @@ def _layer_sorts(cost: CostModel) -> dict[tuple[str, bool], tuple[int, int]]:
 
 
 def predicted_s(plan: Plan, cost: CostModel) -> float:
-  """Seconds of a micro-batch's layers and logits, forward and backward, if all ranks meet at each layer.
+  """Seconds of a micro-batch's layers and logits, both passes, if a domain's ranks all meet at each layer.
 
   They do where parameters are gathered a layer at a time and not ahead: a closed form of what the simulator
-  plays with `prefetch_layers = 0`, without the parameter collectives.
+  plays with `prefetch_layers = 0`, without the parameter collectives. The slowest domain's seconds.
   """
   times = plan_times(plan, cost)
-  total = 3 * times.kinds[SPARSE].slots * cost.logits_s()
+  starts = np.arange(0, plan.num_ranks, plan.domain_ranks)
+  total = np.full(len(starts), 3 * times.kinds[SPARSE].slots * cost.logits_s())
   for (kind, _), (layer, count) in _layer_sorts(cost).items():
-    total += count * (_layer_s(times, cost, kind, layer, False) + _layer_s(times, cost, kind, layer, True))
-  return float(total)
+    for backward in (False, True):
+      total += count * np.maximum.reduceat(_layer_s(times, cost, kind, layer, backward), starts)
+  return float(total.max())
 
 
-def _layer_s(times: PlanTimes, cost: CostModel, kind: str, layer: int, backward: bool) -> float:
-  """One pass of one layer from a common start to the last rank's end."""
+def _layer_s(times: PlanTimes, cost: CostModel, kind: str, layer: int, backward: bool) -> np.ndarray:
+  """One pass of one layer from a common start to each rank's end, float64 [num_ranks]."""
   of = times.kinds[kind]
   linear = cost.linear_backward if backward else 1.0
   core = ATTENTION_BACKWARD_OVER_FORWARD if backward else 1.0
@@ -232,4 +234,4 @@ def _layer_s(times: PlanTimes, cost: CostModel, kind: str, layer: int, backward:
   else:
     attention = attention + solo
     both = (group_max(attention, times.node_starts) if spread_experts else attention) + experts
-  return float(both.max()) + linear * of.slots * (cost.before_s() + cost.after_s(layer))
+  return both + linear * of.slots * (cost.before_s() + cost.after_s(layer))

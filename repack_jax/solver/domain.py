@@ -16,11 +16,10 @@ from repack_jax.solver import search
 # judged: more where there are few samples.
 _BUNDLES, _SMALL_BUNDLES = 8, 32
 _MOST_SINGLE = 64
-_ROUNDS = 60
-_FEW_SAMPLES = 64
+_ROUNDS, _ROUNDS_OF_FEW = 60, 150
 # With parameters gathered ahead, ranks drift apart, but not by more than that: between the two extremes.
 _MEETING_AHEAD = 0.0
-_MANY_LAYOUTS, _FEW_LAYOUTS = 20_000, 1_500
+_MANY_LAYOUTS, _FEW_LAYOUTS = 20_000, 700
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,11 @@ class Domain:
       search.copy_groups(given._replace(of=few_parents.of), few_parents)
       few_parents.of[bundle_of] = given.of
     degree, child_degree = np.ones((2, len(few.tokens)), np.int64)
-    by_step = search.search(few, repack, use_solo, few_parents, self._widest, _ROUNDS, degree, child_degree)
+    thorough = len(self.samples) <= search.FEW_SAMPLES
+    rounds = _ROUNDS_OF_FEW if thorough else _ROUNDS
+    by_step = search.search(
+      few, repack, use_solo, few_parents, self._widest, rounds, thorough, degree, child_degree
+    )
     loads = problem.step_loads if by_step else problem.layer_loads
     layout = self._empty()
     child_degrees = child_degree[bundle_of]
@@ -102,7 +105,7 @@ class Domain:
       for degrees in (degree[bundle_of], widest)
     ):
       return None
-    budget = _MANY_LAYOUTS if len(self.samples) <= _FEW_SAMPLES else _FEW_LAYOUTS
+    budget = _MANY_LAYOUTS if thorough else _FEW_LAYOUTS
     search.improve(problem, given is not None, budget, layout)
     return layout
 
@@ -141,13 +144,9 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> searc
   full_s, sparse_s = (attention * cost.attention_s(tokens, kind) for kind in (FULL, SPARSE))
   of_kind = {kind: model.layer_kinds.count(kind) for kind in (FULL, SPARSE)}
   step_s = of_kind[FULL] * full_s + of_kind[SPARSE] * sparse_s + tokens * both * routed_s * model.num_layers
-  shares = (
-    tokens / tokens.mean(),
-    full_s / full_s.mean(),
-    sparse_s / sparse_s.mean(),
-    step_s / step_s.mean(),
+  token_share, full_share, sparse_share, step_share = (
+    values / max(values.sum(), 1e-300) for values in (tokens, full_s, sparse_s, step_s)
   )
-  token_share, full_share, sparse_share, step_share = shares if len(tokens) else (tokens,) * 4
   expert_bytes = 4 * cost.expert_bytes_per_token() * any(model.has_experts(layer) for layer in layers)
   return search.Problem(
     tokens=tokens.astype(np.float64),

@@ -23,9 +23,11 @@ from numba import njit
 EVENNESS = 1e-3
 # A sample's degree is the smallest at which its share of a rank is at most so many times the mean; 0 asks for
 # the widest, 1e9 for the smallest that holds it, -p for the smallest of at least p.
-LIMITS = (1.0, 1.15, 1.5, 2.5, 1e9, 0.0, -4.0, -8.0)
+LIMITS = np.array([1.0, 1.15, 1.5, 2.5, 1e9, 0.0, -4.0, -8.0])
 # Samples of up to so many times a rank's mean tokens are solo.
-SOLO_LIMITS = (1.2, 0.9, 0.6, 0.3, 0.0)
+SOLO_LIMITS = np.array([1e9, 1.2, 0.9, 0.6, 0.3, 0.0])
+# With so few samples, every layout tried is improved by so many moves.
+FEW_SAMPLES, MOVES_OF_FEW = 24, 150
 
 _compiled = njit(cache=True, nogil=True, error_model='numpy')
 
@@ -413,7 +415,7 @@ def fill_solo(problem, degree, layout):
   solo.tokens[:] = 0.0
   solo.full_s[:] = 0.0
   solo.sparse_s[:] = 0.0
-  if degree.min() > 0:
+  if len(degree) == 0 or degree.min() > 0:
     return True
   held, busy_s = np.zeros(problem.ranks), np.zeros(problem.ranks)
   for c in range(children.number[0]):
@@ -470,110 +472,6 @@ def smallest_degrees(problem, load, limit, widest, out):
     while p < widest and (problem.tokens[s] > p * problem.capacity or load[s] > most * p):
       p *= 2
     out[s] = p
-
-
-@_compiled
-def search(problem, repack, use_solo, given, widest, rounds, degree, child_degree):
-  """Degrees of the best layout found: a grid of thresholds, then changes of single samples' degrees.
-
-  Args:
-    use_solo: samples may be solo, which is degree 0.
-    given: parents that stay, or none of them (number 0): then they are chosen too.
-    rounds: degrees to change, one at a time.
-    degree, child_degree: int64 [samples], receive the parents' and the children's degrees.
-
-  Returns whether the parents balance `step_loads` rather than `layer_loads`.
-  """
-  samples = len(problem.tokens)
-  free_parents = given.number[0] == 0
-  layout = empty_layout(problem.ranks, samples)
-  if not free_parents:
-    copy_groups(given, layout.parents)
-  trial, child_trial = np.ones(samples, np.int64), np.ones(samples, np.int64)
-  mean_tokens = problem.tokens.sum() / problem.ranks
-  best = np.inf
-  by_step = False
-  seen, seen_count = np.zeros(2 * len(SOLO_LIMITS) * len(LIMITS) ** 2, np.int64), 0
-  for meets in (True, False):
-    loads = problem.layer_loads if meets else problem.step_loads
-    for longest_solo in SOLO_LIMITS:
-      for limit in LIMITS:
-        for child_limit in LIMITS:
-          smallest_degrees(problem, problem.tokens, child_limit, widest, child_trial)
-          smallest_degrees(problem, loads[:, 0], limit, widest, trial)
-          if not repack:  # a parent is its own child, and has to balance tokens as well
-            trial[:] = np.maximum(trial, child_trial)
-          if use_solo:
-            for s in range(samples):
-              if problem.tokens[s] <= min(longest_solo * mean_tokens, problem.capacity):
-                trial[s] = 0
-          code = _code(trial, child_trial, meets)
-          if np.any(seen[:seen_count] == code):
-            continue
-          seen[seen_count] = code
-          seen_count += 1
-          if free_parents:
-            seconds = lay_out(problem, repack, loads, trial, child_trial, layout)
-          else:
-            seconds = lay_out_children(problem, repack, trial, child_trial, layout)
-          if seconds < best:
-            best, by_step = seconds, not meets
-            degree[:], child_degree[:] = trial, child_trial
-        if not free_parents:
-          break
-      if not use_solo:
-        break
-    if not free_parents:
-      break
-  loads = problem.step_loads if by_step else problem.layer_loads
-  if best < np.inf and samples > 0:
-    best = _change_degrees(
-      problem, repack, use_solo, free_parents, loads, widest, rounds, best, degree, child_degree, layout
-    )
-  return by_step
-
-
-@_compiled
-def _code(degree, child_degree, meets):
-  """A number for a choice of degrees; the children's of solo samples don't matter."""
-  code = np.int64(meets)
-  for s in range(len(degree)):
-    if degree[s] > 0:
-      code = (code * 1000003) ^ (s * 4096 + degree[s] * 64 + child_degree[s])
-  return code
-
-
-@_compiled
-def _change_degrees(
-  problem, repack, use_solo, free_parents, loads, widest, rounds, best, degree, child_degree, layout
-):
-  """Doubles or halves the degree of a random one of the longest samples, and keeps what is not worse."""
-  longest = min(len(problem.tokens), 2 * problem.ranks)
-  random = 12345
-  for _ in range(rounds):
-    random = (random * 1103515245 + 12345) & 0x7FFFFFFF
-    s = (random >> 8) % longest
-    s = s * s // longest  # more often the longer ones
-    of_child = repack and (not free_parents or (random >> 6) & 1 == 1)
-    changed = child_degree if of_child else degree
-    before = changed[s]
-    after = before // 2
-    if (random >> 5) & 1:
-      after = max(1, before * 2)
-    if after > widest or (after == 0 and (of_child or not use_solo)):
-      continue
-    if not of_child and problem.tokens[s] > max(after, 1) * problem.capacity:
-      continue
-    changed[s] = after
-    if free_parents:
-      seconds = lay_out(problem, repack, loads, degree, child_degree, layout)
-    else:
-      seconds = lay_out_children(problem, repack, degree, child_degree, layout)
-    if seconds <= best:
-      best = seconds
-    else:
-      changed[s] = before
-  return best
 
 
 @_compiled
@@ -684,6 +582,137 @@ def improve(problem, keep_parents, budget, layout):
         _shift(problem, layout, other, parent_of, there)
         _shift(problem, layout, s, parent_of, here)
       judge(problem, layout, critical)
+  return best
+
+
+@_compiled
+def search(problem, repack, use_solo, given, widest, rounds, thorough, degree, child_degree):
+  """Degrees of the best layout found: a grid of thresholds, then changes of single samples' degrees.
+
+  Args:
+    use_solo: samples may be solo, which is degree 0.
+    given: parents that stay, or none of them (number 0): then they are chosen too.
+    rounds: degrees to change, one at a time.
+    thorough: for few samples: try the whole grid, and change degrees from the best of each solo limit.
+    degree, child_degree: int64 [samples], receive the parents' and the children's degrees.
+
+  Returns whether the parents balance `step_loads` rather than `layer_loads`.
+  """
+  samples = len(problem.tokens)
+  free_parents = given.number[0] == 0
+  layout = empty_layout(problem.ranks, samples)
+  if not free_parents:
+    copy_groups(given, layout.parents)
+  trial, child_trial = np.ones(samples, np.int64), np.ones(samples, np.int64)
+  own, child_own = np.ones(samples, np.int64), np.ones(samples, np.int64)
+  best, by_step, seen = np.inf, False, np.zeros(1, np.int64)
+  for meets in range(2 if free_parents else 1):
+    loads = problem.step_loads if meets else problem.layer_loads
+    for i in range(len(SOLO_LIMITS) if use_solo else 1):
+      own_best = np.inf
+      for limit in LIMITS[: len(LIMITS) if free_parents else 1]:
+        for j in range(len(LIMITS)):
+          if use_solo and not thorough and 0 < j < len(LIMITS) - 1:
+            continue
+          _degrees(
+            problem, repack, use_solo, loads, widest, SOLO_LIMITS[i], limit, LIMITS[j], trial, child_trial
+          )
+          code = _code(trial, child_trial, meets)
+          if np.any(seen == code):
+            continue
+          seen = np.append(seen, code)
+          seconds = _try(problem, repack, free_parents, loads, 0, trial, child_trial, layout)
+          if seconds < own_best:
+            own_best = seconds
+            own[:], child_own[:] = trial, child_trial
+      if thorough and own_best < np.inf:
+        own_best = _change_degrees(
+          problem, repack, use_solo, free_parents, loads, widest, rounds, own_best, own, child_own, layout
+        )
+      if own_best < best:
+        best, by_step = own_best, meets == 1
+        degree[:], child_degree[:] = own, child_own
+  loads = problem.step_loads if by_step else problem.layer_loads
+  if best < np.inf and not thorough:
+    for limit in LIMITS:
+      smallest_degrees(problem, problem.tokens, limit, widest, child_trial)
+      if use_solo:
+        seconds = _try(problem, repack, free_parents, loads, 0, degree, child_trial, layout)
+        if seconds < best:
+          best = seconds
+          child_degree[:] = child_trial
+    _change_degrees(
+      problem, repack, use_solo, free_parents, loads, widest, rounds, best, degree, child_degree, layout
+    )
+  return by_step
+
+
+@_compiled
+def _degrees(problem, repack, use_solo, loads, widest, solo_limit, limit, child_limit, degree, child_degree):
+  """The degrees that follow from three thresholds: `SOLO_LIMITS`, and `LIMITS` for parents and for children."""
+  smallest_degrees(problem, problem.tokens, child_limit, widest, child_degree)
+  smallest_degrees(problem, loads[:, 0], limit, widest, degree)
+  if not repack:  # a parent is its own child, and has to balance tokens as well
+    degree[:] = np.maximum(degree, child_degree)
+  if use_solo:
+    longest = min(solo_limit * problem.tokens.sum() / problem.ranks, problem.capacity)
+    for s in range(len(problem.tokens)):
+      if problem.tokens[s] <= longest:
+        degree[s] = 0
+
+
+@_compiled
+def _try(problem, repack, free_parents, loads, moves, degree, child_degree, layout):
+  """The judged seconds of the layout of these degrees, after at most so many layouts of `improve`."""
+  if free_parents:
+    seconds = lay_out(problem, repack, loads, degree, child_degree, layout)
+  else:
+    seconds = lay_out_children(problem, repack, degree, child_degree, layout)
+  if moves and seconds < np.inf:
+    seconds = improve(problem, not free_parents, moves, layout)
+  return seconds
+
+
+@_compiled
+def _code(degree, child_degree, meets):
+  """A number for a choice of degrees; the children's of solo samples don't matter."""
+  code = np.int64(meets + 1)
+  for s in range(len(degree)):
+    if degree[s] > 0:
+      code = (code * 1000003) ^ (s * 4096 + degree[s] * 64 + child_degree[s])
+  return code
+
+
+@_compiled
+def _change_degrees(
+  problem, repack, use_solo, free_parents, loads, widest, rounds, best, degree, child_degree, layout
+):
+  """Doubles or halves the degree of a random one of the longest samples, and keeps what is not worse."""
+  longest = min(len(problem.tokens), 2 * problem.ranks)
+  moves = MOVES_OF_FEW if len(problem.tokens) <= FEW_SAMPLES else 0
+  if moves:
+    best = _try(problem, repack, free_parents, loads, moves, degree, child_degree, layout)
+  random = 12345
+  for _ in range(rounds if longest else 0):
+    random = (random * 1103515245 + 12345) & 0x7FFFFFFF
+    s = (random >> 8) % longest
+    s = s * s // longest  # more often the longer ones
+    of_child = repack and (not free_parents or (random >> 6) & 1 == 1)
+    changed = child_degree if of_child else degree
+    before = changed[s]
+    after = before // 2
+    if (random >> 5) & 1:
+      after = max(1, before * 2)
+    if after > widest or (after == 0 and (of_child or not use_solo)):
+      continue
+    if not of_child and problem.tokens[s] > max(after, 1) * problem.capacity:
+      continue
+    changed[s] = after
+    seconds = _try(problem, repack, free_parents, loads, moves, degree, child_degree, layout)
+    if seconds <= best:
+      best = seconds
+    else:
+      changed[s] = before
   return best
 
 
