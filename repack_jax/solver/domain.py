@@ -16,7 +16,7 @@ from repack_jax.solver import search
 # judged: more where there are few samples.
 _BUNDLES, _SMALL_BUNDLES = 8, 32
 _MOST_SINGLE = 64
-_ROUNDS, _ROUNDS_OF_FEW = 60, 150
+_ROUNDS, _ROUNDS_OF_FEW = 60, 40
 # With parameters gathered ahead, ranks drift apart, but not by more than that: between the two extremes.
 _MEETING_AHEAD = 0.0
 _MANY_LAYOUTS, _FEW_LAYOUTS = 20_000, 700

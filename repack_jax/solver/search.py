@@ -24,10 +24,11 @@ EVENNESS = 1e-3
 # A sample's degree is the smallest at which its share of a rank is at most so many times the mean; 0 asks for
 # the widest, 1e9 for the smallest that holds it, -p for the smallest of at least p.
 LIMITS = np.array([1.0, 1.15, 1.5, 2.5, 1e9, 0.0, -4.0, -8.0])
-# Samples of up to so many times a rank's mean tokens are solo.
-SOLO_LIMITS = np.array([1e9, 1.2, 0.9, 0.6, 0.3, 0.0])
-# With so few samples, every layout tried is improved by so many moves.
-FEW_SAMPLES, MOVES_OF_FEW = 24, 150
+# Samples of up to so many times a rank's mean tokens are solo; with -1 those that fit, but for the shortest
+# that are not enough for one more on each rank.
+SOLO_LIMITS = np.array([1e9, 1.2, 0.9, 0.6, 0.3, 0.0, -1.0])
+# With so few samples, degrees are changed from several starts, and each layout is improved by so many moves.
+FEW_SAMPLES, CLIMBS_OF_FEW, MOVES_OF_FEW = 16, 4, 60
 
 _compiled = njit(cache=True, nogil=True, error_model='numpy')
 
@@ -593,7 +594,7 @@ def search(problem, repack, use_solo, given, widest, rounds, thorough, degree, c
     use_solo: samples may be solo, which is degree 0.
     given: parents that stay, or none of them (number 0): then they are chosen too.
     rounds: degrees to change, one at a time.
-    thorough: for few samples: try the whole grid, and change degrees from the best of each solo limit.
+    thorough: for few samples: the whole grid, and degrees changed from several of its best.
     degree, child_degree: int64 [samples], receive the parents' and the children's degrees.
 
   Returns whether the parents balance `step_loads` rather than `layer_loads`.
@@ -604,59 +605,64 @@ def search(problem, repack, use_solo, given, widest, rounds, thorough, degree, c
   if not free_parents:
     copy_groups(given, layout.parents)
   trial, child_trial = np.ones(samples, np.int64), np.ones(samples, np.int64)
-  own, child_own = np.ones(samples, np.int64), np.ones(samples, np.int64)
-  best, by_step, seen = np.inf, False, np.zeros(1, np.int64)
-  for meets in range(2 if free_parents else 1):
-    loads = problem.step_loads if meets else problem.layer_loads
-    for i in range(len(SOLO_LIMITS) if use_solo else 1):
-      own_best = np.inf
-      for limit in LIMITS[: len(LIMITS) if free_parents else 1]:
-        for j in range(len(LIMITS)):
-          if use_solo and not thorough and 0 < j < len(LIMITS) - 1:
-            continue
-          _degrees(
-            problem, repack, use_solo, loads, widest, SOLO_LIMITS[i], limit, LIMITS[j], trial, child_trial
-          )
-          code = _code(trial, child_trial, meets)
-          if np.any(seen == code):
-            continue
-          seen = np.append(seen, code)
-          seconds = _try(problem, repack, free_parents, loads, 0, trial, child_trial, layout)
-          if seconds < own_best:
-            own_best = seconds
-            own[:], child_own[:] = trial, child_trial
-      if thorough and own_best < np.inf:
-        own_best = _change_degrees(
-          problem, repack, use_solo, free_parents, loads, widest, rounds, own_best, own, child_own, layout
-        )
-      if own_best < best:
-        best, by_step = own_best, meets == 1
-        degree[:], child_degree[:] = own, child_own
-  loads = problem.step_loads if by_step else problem.layer_loads
-  if best < np.inf and not thorough:
-    for limit in LIMITS:
+  # A start for each choice of loads and solo limit: the best of its grid.
+  starts = (2 if free_parents else 1) * (len(SOLO_LIMITS) if use_solo else 1)
+  start_s = np.full(starts, np.inf)
+  start_degree, start_child = np.ones((starts, samples), np.int64), np.ones((starts, samples), np.int64)
+  seen = np.zeros(1, np.int64)
+  for start in range(starts):
+    by_step = free_parents and start % 2 == 1
+    loads = problem.step_loads if by_step else problem.layer_loads
+    for limit in LIMITS[: len(LIMITS) if free_parents else 1]:
+      for j in range(len(LIMITS)):
+        if use_solo and not thorough and 0 < j < len(LIMITS) - 1:
+          continue
+        limits = (SOLO_LIMITS[start // 2] if use_solo else 0.0, limit, LIMITS[j])
+        _degrees(problem, repack, use_solo, loads, widest, limits, trial, child_trial)
+        code = _code(trial, child_trial, by_step)
+        if np.any(seen == code):
+          continue
+        seen = np.append(seen, code)
+        seconds = _try(problem, repack, free_parents, loads, 0, trial, child_trial, layout)
+        if seconds < start_s[start]:
+          start_s[start] = seconds
+          start_degree[start], start_child[start] = trial, child_trial
+  best, best_by_step = np.inf, False
+  for start in np.argsort(start_s)[: CLIMBS_OF_FEW if thorough else 1]:
+    by_step = free_parents and start % 2 == 1
+    loads = problem.step_loads if by_step else problem.layer_loads
+    own, child_own = start_degree[start], start_child[start]
+    seconds = start_s[start]
+    for limit in LIMITS[: len(LIMITS) if use_solo and not thorough else 0]:  # those that the grid left out
       smallest_degrees(problem, problem.tokens, limit, widest, child_trial)
-      if use_solo:
-        seconds = _try(problem, repack, free_parents, loads, 0, degree, child_trial, layout)
-        if seconds < best:
-          best = seconds
-          child_degree[:] = child_trial
-    _change_degrees(
-      problem, repack, use_solo, free_parents, loads, widest, rounds, best, degree, child_degree, layout
-    )
-  return by_step
+      tried_s = _try(problem, repack, free_parents, loads, 0, own, child_trial, layout)
+      if tried_s < seconds:
+        seconds = tried_s
+        child_own[:] = child_trial
+    if seconds < np.inf:
+      seconds = _change_degrees(
+        problem, repack, use_solo, free_parents, loads, widest, rounds, seconds, own, child_own, layout
+      )
+    if seconds < best or start_s[start] == np.inf:
+      best, best_by_step = seconds, by_step
+      degree[:], child_degree[:] = own, child_own
+  return best_by_step
 
 
 @_compiled
-def _degrees(problem, repack, use_solo, loads, widest, solo_limit, limit, child_limit, degree, child_degree):
-  """The degrees that follow from three thresholds: `SOLO_LIMITS`, and `LIMITS` for parents and for children."""
+def _degrees(problem, repack, use_solo, loads, widest, limits, degree, child_degree):
+  """The degrees that follow from one of `SOLO_LIMITS`, and of `LIMITS` for parents and for children."""
+  solo_limit, limit, child_limit = limits
   smallest_degrees(problem, problem.tokens, child_limit, widest, child_degree)
   smallest_degrees(problem, loads[:, 0], limit, widest, degree)
   if not repack:  # a parent is its own child, and has to balance tokens as well
     degree[:] = np.maximum(degree, child_degree)
   if use_solo:
-    longest = min(solo_limit * problem.tokens.sum() / problem.ranks, problem.capacity)
-    for s in range(len(problem.tokens)):
+    samples = len(problem.tokens)
+    longest = min(abs(solo_limit) * problem.tokens.sum() / problem.ranks, problem.capacity)
+    if solo_limit < 0:
+      longest, samples = problem.capacity, samples // problem.ranks * problem.ranks
+    for s in range(samples):
       if problem.tokens[s] <= longest:
         degree[s] = 0
 
@@ -687,7 +693,10 @@ def _code(degree, child_degree, meets):
 def _change_degrees(
   problem, repack, use_solo, free_parents, loads, widest, rounds, best, degree, child_degree, layout
 ):
-  """Doubles or halves the degree of a random one of the longest samples, and keeps what is not worse."""
+  """Changes the degree of a random one of the longest samples, and keeps what is not worse.
+
+  Half the changes are to the next degree, half to any.
+  """
   longest = min(len(problem.tokens), 2 * problem.ranks)
   moves = MOVES_OF_FEW if len(problem.tokens) <= FEW_SAMPLES else 0
   if moves:
@@ -700,9 +709,12 @@ def _change_degrees(
     of_child = repack and (not free_parents or (random >> 6) & 1 == 1)
     changed = child_degree if of_child else degree
     before = changed[s]
-    after = before // 2
-    if (random >> 5) & 1:
-      after = max(1, before * 2)
+    up = (random >> 5) & 1 == 1
+    after = max(1, before * 2) if up else before // 2
+    if (random >> 7) & 1 == 1:
+      after = (1 << (random >> 20) % (log2(widest) + 2)) >> 1
+    if after == before:
+      continue
     if after > widest or (after == 0 and (of_child or not use_solo)):
       continue
     if not of_child and problem.tokens[s] > max(after, 1) * problem.capacity:

@@ -30,7 +30,8 @@ def solve(
 ) -> list[Plan]:
   """Plans for a batch, one a micro-batch; every sample is in exactly one. No plans for an empty batch.
 
-  By the simulator, no plan of mode `repack` or `solve` is slower than that of the same samples in mode `parents`.
+  By the simulator, no plan of mode `repack` or `solve` is slower than that of the same samples in mode
+  `parents`.
 
   Args:
     lengths: tokens of each sample of the batch, at least 1.
