@@ -116,19 +116,18 @@ def describe(run: RunConfig) -> str:
 def comparison(tally: Tally, run: RunConfig, published: bool) -> str:
   """A row a mode: step time and MFU, against the baseline and the bound."""
   base_s, bound_s = tally.mean_s(BASELINE), tally.mean_s(BOUND)
-  lines = [f'{"mode":<30}{"step s":>9}{"change":>9}{"MFU":>8}{"points":>8}{"way to bound":>14}']
+  lines = [f'{"mode":<38}{"step s":>8}{"change":>9}{"MFU":>8}{"points":>8}{"way to bound":>14}']
   if published:
-    lines[0] += f'{"published":>22}'
+    lines[0] += f'{"published":>21}'
   for name in (*SIMULATED_MODES, BOUND, *WHAT_IF):
     seconds, mfu = tally.mean_s(name), tally.mfu(name, run)
     way = (base_s - seconds) / (base_s - bound_s) if base_s > bound_s else 0.0
     shown = f'what if: {name}' if name in WHAT_IF else name
-    line = f'{shown:<36}' if name in WHAT_IF else f'{shown:<30}'
-    line = f'{line}{seconds:>{39 - len(line)}.4f}{100 * (seconds / base_s - 1):>+8.2f}%'
+    line = f'{shown:<38}{seconds:>8.4f}{100 * (seconds / base_s - 1):>+8.2f}%'
     line += f'{100 * mfu:>7.2f}%{100 * (mfu - tally.mfu(BASELINE, run)):>+8.2f}{100 * way:>13.0f}%'
     if published and name in PUBLISHED:
       change, points = PUBLISHED[name]
-      line += f'{change:>+12.2f}%{points:>+9.2f}'
+      line += f'{change:>+11.2f}%{points:>+9.2f}'
     lines.append(line)
   return '\n'.join(lines)
 
