@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from repack_jax import command_line
 from repack_jax.attention import attention
 from repack_jax.attention.reference import visible
 from repack_jax.config import ModelConfig
@@ -153,4 +154,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  bench_common.run(main)
+  command_line.run(main)

@@ -12,31 +12,16 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from repack_jax.checks import ConfigError
+from repack_jax import command_line
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
   """A parser that describes a script by its docstring and knows `--json`."""
-  made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-  made.add_argument('--json', type=output_file, metavar='FILE', help='also write the results here')
+  made = command_line.described(doc)
+  made.add_argument(
+    '--json', type=command_line.output_file, metavar='FILE', help='also write the results here'
+  )
   return made
-
-
-def output_file(name: str) -> pathlib.Path:
-  """A file that can be written, found out before anything is measured."""
-  path = pathlib.Path(name)
-  if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-    raise argparse.ArgumentTypeError(f'{name}: cannot be written; name a file in a folder that exists')
-  return path
-
-
-def run(main: Callable[[], None]) -> None:
-  """Runs a script; a user's mistake is one line and exit code 2."""
-  try:
-    main()
-  except ConfigError as error:
-    print(f'error: {error}', file=sys.stderr)
-    sys.exit(2)
 
 
 def machine() -> dict[str, object]:

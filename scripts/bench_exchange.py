@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from repack_jax import arrays, collectives, mesh
+from repack_jax import arrays, collectives, command_line, mesh
 from repack_jax.config import FULL, ClusterConfig, ModelConfig
 from repack_jax.plan import DOMAIN, LOCAL, Group, Plan
 
@@ -133,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  bench_common.run(main)
+  command_line.run(main)

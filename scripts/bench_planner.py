@@ -33,6 +33,7 @@ import planner_cases
 import planner_peers
 from planner_cases import Case
 
+from repack_jax import command_line
 from repack_jax.config import FULL, SPARSE, allowed_sp_degrees
 from repack_jax.cost import CostModel
 from repack_jax.data.lengths import Histogram, read_lengths
@@ -349,4 +350,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  bench_common.run(main)
+  command_line.run(main)

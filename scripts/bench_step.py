@@ -28,21 +28,22 @@ from jax.sharding import PartitionSpec
 from models.context import StepContext
 from models.step import TrainStep
 from models.transformer import loss_sums
-from repack_jax import mesh
+from repack_jax import command_line, mesh
 from repack_jax.arrays import pack
 from repack_jax.attention import attention
-from repack_jax.config import MODES, RunConfig
+from repack_jax.compare import plan_lengths
+from repack_jax.config import FULL, MODES, RunConfig
 from repack_jax.data.batches import Batcher
 from repack_jax.data.sources import open_source
 from repack_jax.gin_files import load
-from repack_jax.pipeline import plan_batch
 
 
 class PlainContext(StepContext):
   """The same layers without groups: attention on the rank's own tokens, no exchange."""
 
-  def attend(self, kind, window, q, k, v, route):
-    return attention(q, k, v, route.segments, window, self.attention.name)
+  def attend(self, kind, q, k, v, batch):
+    window = None if kind == FULL else self.model.window_tokens
+    return attention(q, k, v, batch.segments, window, self.attention.name)
 
 
 def mode_rows(run: RunConfig, batches: list, rounds: int) -> list[dict[str, object]]:
@@ -54,7 +55,7 @@ def mode_rows(run: RunConfig, batches: list, rounds: int) -> list[dict[str, obje
   def make(mode: str):
     prepared = []
     for batch in batches:
-      plans = plan_batch(run, batch, mode)
+      plans = plan_lengths(run, [len(sample) for sample in batch.samples], mode)
       arrays = [step.put(pack(plan, batch.samples, step.widest_degree(plan))) for plan in plans]
       targets = sum(int((s.targets >= 0).sum()) for s in batch.samples)
       prepared.append((plans, arrays, targets))
@@ -103,7 +104,7 @@ def one_rank_rows(run: RunConfig, batch, rounds: int) -> list[dict[str, object]]
   model = dataclasses.replace(run.model, remat='none')  # remat's names are those of the exchange
   run = dataclasses.replace(run, cluster=cluster, planner=planner, model=model)
   step = TrainStep(run, mesh.make_mesh(cluster))
-  (plan,) = plan_batch(run, batch, 'repack')
+  (plan,) = plan_lengths(run, [len(sample) for sample in batch.samples], 'repack')
   arrays = step.put(pack(plan, batch.samples, step.widest_degree(plan)))
   state, zeros = step.init_state(), step.zero_sums()
   ctx = step.contexts.context(plan.program)
@@ -159,4 +160,4 @@ def main() -> None:
 
 
 if __name__ == '__main__':
-  bench_common.run(main)
+  command_line.run(main)

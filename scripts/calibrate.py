@@ -29,9 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from repack_jax import flops, mesh
+from repack_jax import command_line, flops, mesh
 from repack_jax.attention import get_attention
 from repack_jax.config import FULL, ModelConfig, RunConfig
+from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD
 from repack_jax.gin_files import load
 
 ROUNDS = 15
@@ -175,7 +176,7 @@ def attention_rate(run: RunConfig, device_mesh: jax.sharding.Mesh, budget_s: flo
   place = mesh.sharding(device_mesh, mesh.RANK_BLOCKS)
   segments = jax.device_put(np.zeros((device_mesh.size, tokens), np.int32), place)
   seconds = timed(device_mesh, {'attention': Case(step, carry, (segments,))}, budget_s)['attention']
-  counted = flops.TRAIN_OVER_FORWARD * int(flops.attention_flops(model, tokens, FULL))
+  counted = (1 + ATTENTION_BACKWARD_OVER_FORWARD) * int(flops.attention_flops(model, tokens, FULL))
   how = (
     f'{impl.name}, forward and backward, one document of {tokens} tokens, {model.num_heads}/'
     f'{model.num_kv_heads} heads of {model.head_dim}, {model.compute_dtype}'
@@ -283,7 +284,7 @@ def main(argv: list[str] | None = None) -> None:
     '--set', action='append', default=[], metavar='CLASS.FIELD=VALUE', help='as in train.py'
   )
   parser.add_argument(
-    '--output', type=bench_common.output_file, required=True, metavar='FILE', help='the gin file to write'
+    '--output', type=command_line.output_file, required=True, metavar='FILE', help='the gin file to write'
   )
   parser.add_argument(
     '--budget-s', type=float, default=60,
@@ -309,4 +310,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == '__main__':
-  bench_common.run(main)
+  command_line.run(main)

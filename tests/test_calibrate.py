@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from repack_jax import flops, gin_files, mesh
+from repack_jax import command_line, flops, gin_files, mesh
 from repack_jax.config import ClusterConfig, ModelConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,7 +20,6 @@ INTRA = ('intra_node_bytes_per_s', 'intra_node_latency_s')
 INTER = ('inter_node_bytes_per_s', 'inter_node_latency_s')
 
 sys.path.insert(0, str(ROOT / 'scripts'))
-import bench_common  # noqa: E402
 import calibrate  # noqa: E402
 
 
@@ -45,7 +44,7 @@ def exit_of(capsys, argv: list[str]) -> str:
   """The last line of standard error of a run that a mistake ends, which is all but argparse's usage."""
   capsys.readouterr()
   with pytest.raises(SystemExit) as caught:
-    bench_common.run(lambda: calibrate.main(argv))
+    command_line.run(lambda: calibrate.main(argv))
   out, err = capsys.readouterr()
   assert caught.value.code == 2 and out == '' and '...' not in err
   lines = [line for line in err.splitlines() if 'error: ' in line]
