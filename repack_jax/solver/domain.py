@@ -17,8 +17,6 @@ from repack_jax.solver import search
 _BUNDLES, _SMALL_BUNDLES = 8, 32
 _MOST_SINGLE = 64
 _ROUNDS, _ROUNDS_OF_FEW = 60, 40
-# With parameters gathered ahead, ranks drift apart, but not by more than that: between the two extremes.
-_MEETING_AHEAD = 0.0
 _MANY_LAYOUTS, _FEW_LAYOUTS = 20_000, 700
 
 
@@ -170,7 +168,7 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> searc
     expert_exchange_s=expert_bytes / cluster.intra_node_bytes_per_s,
     full_layers=of_kind[FULL],
     sparse_layers=of_kind[SPARSE],
-    meeting=_MEETING_AHEAD if cluster.prefetch_layers else 1.0,
+    all_meet=cluster.prefetch_layers == 0,
   )
 
 

@@ -1,14 +1,14 @@
 """The inner loops of the planner, compiled: placing samples in groups, judging layouts of a domain, search.
 
 A layout is judged by a closed form of what the simulator plays, with tokens as divisible and both passes
-taken together. Everything is sequential
-float64 arithmetic in a fixed order, so every host gets the same result.
+taken together. Everything is sequential float64 arithmetic in a fixed order, so every host gets the same
+result.
 
 All of it is one file since numba, which keeps compiled functions on disk, notices a change of the file that a
 function is in, but not of other files whose functions it calls.
 
 Samples are numbered within the domain, longest first. Groups are arrays: `first`, `size` and sums over their
-samples. A group holds `sample`s by `group_of[sample]`.
+samples; `of` holds the group of each sample.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Problem(NamedTuple):
     routed_s: per token and layer, its experts. routed_spread: whether a node shares them.
     expert_exchange_s: per token and layer, the experts' exchanges.
     full_layers, sparse_layers: how many there are.
-    meeting: 1 where all ranks of the domain meet at each layer, 0 where only those that exchange do.
+    all_meet: whether all ranks of the domain meet at each layer, or only those that exchange.
   """
 
   tokens: np.ndarray
@@ -75,7 +75,7 @@ class Problem(NamedTuple):
   expert_exchange_s: float
   full_layers: int
   sparse_layers: int
-  meeting: float
+  all_meet: bool
 
 
 class Groups(NamedTuple):
@@ -227,8 +227,7 @@ def judge(problem, layout, critical):
   """Predicted seconds of a layout of the domain.
 
   Ranks that meet (of a parent; of a node too where it shares experts) are as slow as their slowest in each
-  layer. Those that don't are as slow as the slowest in all layers together where parameters are gathered
-  ahead, and in each layer where they are not; `problem.meeting` weighs the two.
+  layer. Those that don't are as slow as the slowest in all layers together, or in each where `all_meet`.
 
   `critical` int64 [4] receives the nodes that decide: by tokens, in full layers, in sparse ones, in all.
   """
@@ -298,8 +297,9 @@ def judge(problem, layout, critical):
       both, critical[3] = together, n
   if slowest == 0.0:
     return 0.0
-  meeting_s = problem.full_layers * full + problem.sparse_layers * sparse
-  seconds = slowest * problem.own_s + problem.meeting * meeting_s + (1 - problem.meeting) * both
+  if problem.all_meet:
+    both = problem.full_layers * full + problem.sparse_layers * sparse
+  seconds = slowest * problem.own_s + both
   evenness = squares / (ranks * slowest) * problem.own_s + both_squares / (ranks * max(both, 1e-30))
   return seconds + EVENNESS * evenness
 
@@ -643,7 +643,7 @@ def search(problem, repack, use_solo, given, widest, rounds, thorough, degree, c
       seconds = _change_degrees(
         problem, repack, use_solo, free_parents, loads, widest, rounds, seconds, own, child_own, layout
       )
-    if seconds < best or start_s[start] == np.inf:
+    if seconds < best:
       best, best_by_step = seconds, by_step
       degree[:], child_degree[:] = own, child_own
   return best_by_step
