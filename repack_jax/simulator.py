@@ -15,7 +15,7 @@ from repack_jax import flops
 from repack_jax.config import FULL
 from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD, CostModel
 from repack_jax.plan import Plan
-from repack_jax.timing import LayerTimes, PlanTimes, group_max, plan_times
+from repack_jax.timing import LayerTimes, PlanTimes, Tiling, plan_times
 
 # What a rank does with its time. Compute, then exchanges and parameters, then waiting for others.
 COMPUTE = ('projections', 'full attention', 'sparse attention', 'experts', 'logits', 'padding', 'optimizer')
@@ -163,14 +163,14 @@ class _Player:
         (cause, self.layer, self.micro_batch, self.backward, self.clock.copy(), seconds.copy())
       )
     self.seconds[cause] += seconds
-    self.clock = self.clock + seconds
+    self.clock += seconds
 
-  def meet(self, cause: str, starts: np.ndarray) -> None:
+  def meet(self, cause: str, groups: Tiling) -> None:
     """Ranks wait for the slowest of their group."""
-    self.add(cause, group_max(self.clock, starts) - self.clock)
+    self.add(cause, groups.max(self.clock) - self.clock)
 
   def meet_all(self, cause: str) -> None:
-    self.meet(cause, np.zeros(1, np.int64))
+    self.meet(cause, Tiling.at(np.zeros(1, np.int64), self.ranks))
 
   def recorded(self) -> Spans:
     """All spans that took any time, in the order of ranks, then of time."""
@@ -261,7 +261,7 @@ class _Player:
   def _attention(self, of: LayerTimes, kind: str, core_factor: float) -> None:
     name = 'full' if kind == FULL else 'sparse'
     exchange, core_s = f'{name} exchange', core_factor * of.core_s
-    self.meet(f'wait: {exchange}', of.starts)
+    self.meet(f'wait: {exchange}', of.groups)
     if self.exchange_chunks == 1:
       self.add(exchange, of.dispatch_s)
       self.add(f'{name} attention', core_s)
@@ -278,7 +278,7 @@ class _Player:
 
   def _experts(self, times: PlanTimes, of: LayerTimes, per_token_s: float) -> None:
     if self.cost.expert_ranks > 1:
-      self.meet('wait: experts', times.node_starts)
+      self.meet('wait: experts', times.nodes)
     self.add('expert exchange', of.expert_exchange_s)
     self.add('experts', of.routed_tokens * per_token_s)
     self.add('expert exchange', of.expert_exchange_s)
@@ -287,13 +287,13 @@ class _Player:
   def _move(self, of: LayerTimes) -> None:
     if of.move_s is None or of.move is None:
       return
-    self.meet('wait: redistribution', of.starts)
+    self.meet('wait: redistribution', of.groups)
     self.add('redistribution', of.move_s)
     self._count('redistribution', of.move.intra, of.move.inter)
 
   def _count(self, cause: str, intra: np.ndarray, inter: np.ndarray) -> None:
-    before = self.sent[cause]
-    self.sent[cause] = (before[0] + intra, before[1] + inter)
+    for total, sent in zip(self.sent[cause], (intra, inter), strict=True):
+      total += sent
 
   # --- parameters ---------------------------------------------------------------------------------------
 

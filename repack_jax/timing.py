@@ -17,6 +17,30 @@ from repack_jax.plan import Group, Plan
 
 
 @dataclass(frozen=True)
+class Tiling:
+  """Groups of consecutive ranks that cover all of them.
+
+  Attributes:
+    starts: first ranks, int64 [groups].
+    of: the group of each rank, int64 [num_ranks].
+  """
+
+  starts: np.ndarray
+  of: np.ndarray
+
+  @classmethod
+  def at(cls, starts: np.ndarray, num_ranks: int) -> Tiling:
+    return cls(starts, np.repeat(np.arange(len(starts)), np.diff(starts, append=num_ranks)))
+
+  def max(self, values: np.ndarray) -> np.ndarray:
+    """The largest value of each rank's group, [num_ranks] -> [num_ranks]."""
+    return np.maximum.reduceat(values, self.starts)[self.of]
+
+  def sum(self, values: np.ndarray) -> np.ndarray:
+    return np.add.reduceat(values, self.starts)[self.of]
+
+
+@dataclass(frozen=True)
 class Traffic:
   """Bytes that each rank sends inside its node and to other nodes, float64 [num_ranks]."""
 
@@ -31,7 +55,7 @@ class LayerTimes:
   Attributes:
     slots: rows that projections and logits run on, padding included.
     tokens: of each rank while the layer runs.
-    starts: first ranks of the groups that exchange, int64 [groups].
+    groups: that exchange.
     dispatch_s, combine_s, core_s: the attention's exchanges and core; equal within a group.
     solo_s: the attention cores of the rank's solo samples.
     query_heads: that a rank of the group works on.
@@ -44,7 +68,7 @@ class LayerTimes:
 
   slots: int
   tokens: np.ndarray
-  starts: np.ndarray
+  groups: Tiling
   dispatch_s: np.ndarray
   combine_s: np.ndarray
   core_s: np.ndarray
@@ -60,10 +84,10 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class PlanTimes:
-  """A micro-batch: the times of its two layer kinds, and the nodes' first ranks, int64 [nodes]."""
+  """A micro-batch: the times of its two layer kinds, and its nodes."""
 
   kinds: dict[str, LayerTimes]
-  node_starts: np.ndarray
+  nodes: Tiling
 
 
 def plan_times(plan: Plan, cost: CostModel, redistribute: bool = False) -> PlanTimes:
@@ -76,21 +100,11 @@ def plan_times(plan: Plan, cost: CostModel, redistribute: bool = False) -> PlanT
   assert not (redistribute and plan.solo), 'only plans of mode repack can be redistributed'
   if redistribute and plan.parents != plan.children:
     kinds[FULL] = _redistributed(plan, cost)
-  return PlanTimes(kinds, np.arange(0, plan.num_ranks, plan.ranks_per_node))
+  return PlanTimes(kinds, _nodes(plan))
 
 
-def spread(values: np.ndarray, starts: np.ndarray, num_ranks: int) -> np.ndarray:
-  """One value a group -> one a rank, for groups that tile the ranks."""
-  return np.repeat(values, np.diff(starts, append=num_ranks))
-
-
-def group_max(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-  """The largest value of each rank's group, [num_ranks] -> [num_ranks]."""
-  return spread(np.maximum.reduceat(values, starts), starts, len(values))
-
-
-def group_sum(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
-  return spread(np.add.reduceat(values, starts), starts, len(values))
+def _nodes(plan: Plan) -> Tiling:
+  return Tiling.at(np.arange(0, plan.num_ranks, plan.ranks_per_node), plan.num_ranks)
 
 
 def group_work(groups: tuple[Group, ...], work_s: np.ndarray) -> np.ndarray:
@@ -104,39 +118,39 @@ def _layer_times(plan: Plan, cost: CostModel, kind: str, shared: np.ndarray) -> 
   """Times where the ranks hold these tokens of their groups' streams."""
   model, ranks = cost.model, plan.num_ranks
   groups = plan.groups(kind)
-  starts = np.array([group.first_rank for group in groups])
+  tiling = Tiling.at(np.array([group.first_rank for group in groups]), ranks)
   size = np.array([group.size for group in groups])
   tokens = shared.astype(np.float64)
   work_s = cost.attention_s(np.array(plan.lengths, np.int64), kind)
   core_s = group_work(groups, work_s) / size
   solo_s = np.zeros(ranks)
   solo_s[[group.first_rank for group in plan.solo]] = group_work(plan.solo, work_s)
-  degree = spread(size, starts, ranks)
-  node_starts = np.arange(0, ranks, plan.ranks_per_node)
+  degree = size[tiling.of]
+  nodes = _nodes(plan)
   itemsize = DTYPE_BYTES[model.compute_dtype] * model.head_dim
   dispatch, combine = (heads * itemsize for heads in heads_per_peer(model, degree))
 
   local = np.minimum(degree, plan.ranks_per_node)
-  group_tokens = group_sum(tokens, starts)
+  group_tokens = tiling.sum(tokens)
   # A group lies in a node or covers whole nodes.
-  near_tokens = np.where(degree > plan.ranks_per_node, group_sum(tokens, node_starts), group_tokens)
+  near_tokens = np.where(degree > plan.ranks_per_node, nodes.sum(tokens), group_tokens)
   intra = np.maximum(tokens * (local - 1), near_tokens - tokens)
   inter = np.maximum(tokens * (degree - local), group_tokens - near_tokens)
 
   def site_s(row_bytes: np.ndarray) -> np.ndarray:
     seconds = cost.link_s(intra * row_bytes, inter * row_bytes, degree > local)
-    return np.where(degree > 1, group_max(seconds, starts), 0.0)
+    return np.where(degree > 1, tiling.max(seconds), 0.0)
 
   both = dispatch + combine
   held = tokens + (plan.rank_tokens - plan.shared_tokens)
-  routed, expert_s, sent = _expert_times(plan, cost, held, node_starts)
+  routed, expert_s, sent = _expert_times(plan, cost, held, nodes)
   return LayerTimes(
     slots=plan.capacity_tokens,
     tokens=held,
-    starts=starts,
+    groups=tiling,
     dispatch_s=site_s(dispatch),
     combine_s=site_s(combine),
-    core_s=spread(core_s, starts, ranks),
+    core_s=core_s[tiling.of],
     solo_s=solo_s,
     query_heads=model.num_heads // degree,
     routed_tokens=routed,
@@ -147,15 +161,15 @@ def _layer_times(plan: Plan, cost: CostModel, kind: str, shared: np.ndarray) -> 
 
 
 def _expert_times(
-  plan: Plan, cost: CostModel, tokens: np.ndarray, node_starts: np.ndarray
+  plan: Plan, cost: CostModel, tokens: np.ndarray, nodes: Tiling
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """(tokens whose experts run on the rank, seconds of one exchange, bytes sent in both)."""
   if cost.expert_ranks == 1:
     return tokens, np.zeros(plan.num_ranks), np.zeros(plan.num_ranks)
-  share = group_sum(tokens, node_starts) / cost.expert_ranks
+  share = nodes.sum(tokens) / cost.expert_ranks
   row_bytes = cost.expert_bytes_per_token()
   seconds = cost.link_s(np.maximum(tokens, share) * row_bytes, 0.0, False)
-  return share, group_max(seconds, node_starts), (tokens + share) * row_bytes
+  return share, nodes.max(seconds), (tokens + share) * row_bytes
 
 
 def _redistributed(plan: Plan, cost: CostModel) -> LayerTimes:
@@ -168,10 +182,10 @@ def _redistributed(plan: Plan, cost: CostModel) -> LayerTimes:
     even[parent.first_rank : parent.end_rank] = np.diff(edges)
   times = _layer_times(plan, cost, FULL, even)
   row = cost.model.d_model * DTYPE_BYTES[cost.model.compute_dtype]
-  move = _moved(held, even, times.starts, plan.ranks_per_node, row)
-  back = _moved(even, held, times.starts, plan.ranks_per_node, row)
+  move = _moved(held, even, times.groups.starts, plan.ranks_per_node, row)
+  back = _moved(even, held, times.groups.starts, plan.ranks_per_node, row)
   intra, inter = (np.maximum(getattr(move, link), getattr(back, link)) for link in ('intra', 'inter'))
-  seconds = group_max(cost.link_s(intra, inter, inter > 0), times.starts)
+  seconds = times.groups.max(cost.link_s(intra, inter, inter > 0))
   mean = Traffic((move.intra + back.intra) / 2, (move.inter + back.inter) / 2)
   return LayerTimes(**{**vars(times), 'move_s': np.where(intra + inter > 0, seconds, 0.0), 'move': mean})
 
@@ -230,8 +244,8 @@ def _layer_s(times: PlanTimes, cost: CostModel, kind: str, layer: int, backward:
     experts = 0 * experts
   # Projections run on all slots, so ranks reach each meeting at the same time but for the exchanges' own.
   if backward:
-    both = group_max(experts, of.starts) + attention + solo
+    both = of.groups.max(experts) + attention + solo
   else:
     attention = attention + solo
-    both = (group_max(attention, times.node_starts) if spread_experts else attention) + experts
+    both = (times.nodes.max(attention) if spread_experts else attention) + experts
   return both + linear * of.slots * (cost.before_s() + cost.after_s(layer))

@@ -24,7 +24,7 @@ from repack_jax.report import Case, plan_page, trace, write_trace
 from repack_jax.report.data import exchange_bytes, held_blocks, page_data, work_blocks
 from repack_jax.report.timeline import NOT_SHOWN, timeline
 from repack_jax.simulator import CAUSES, simulate
-from repack_jax.timing import plan_times, spread
+from repack_jax.timing import plan_times
 
 CAPACITY = 2048
 FOLDER = Path(repack_jax.report.__file__).parent
@@ -219,7 +219,7 @@ def test_blocks_hold_all_work(seed, solo, kind):
   times = plan_times(plan, cost).kinds[kind]
   work, alone = work_blocks(plan, cost, kind)
   assert [tuple(blocks[::2]) for blocks in work] == [group.samples for group in plan.groups(kind)]
-  of_rank = spread(amounts(work), times.starts, plan.num_ranks)
+  of_rank = amounts(work)[times.groups.of]
   np.testing.assert_allclose(of_rank, times.core_s, rtol=1e-5)
   np.testing.assert_allclose(amounts(alone), times.solo_s, rtol=1e-5)
   assert times.solo_s.any() == bool(solo)

@@ -16,8 +16,8 @@ from repack_jax.solver import search
 # judged: more where there are few samples.
 _BUNDLES, _SMALL_BUNDLES = 8, 32
 _MOST_SINGLE = 64
-_ROUNDS, _ROUNDS_OF_FEW = 60, 40
-_MANY_LAYOUTS, _FEW_LAYOUTS = 20_000, 700
+_ROUNDS, _ROUNDS_OF_FEW = 40, 40
+_MANY_LAYOUTS, _FEW_LAYOUTS = 20_000, 300
 
 
 @dataclass(frozen=True)
