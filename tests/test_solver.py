@@ -193,7 +193,7 @@ def test_empty_batch_and_empty_samples():
 @pytest.mark.parametrize('mode', MODES)
 def test_one_token_samples_by_the_thousand(mode):
   (plan,) = plans_of([1] * 3000, 'two nodes', mode, 200)
-  assert plan.rank_tokens.max() - plan.rank_tokens.min() <= 1
+  assert plan.rank_tokens.max() == 188  # 3,000 / 16, rounded up: no rank can be less full
   assert plan.widest(FULL) == plan.widest(SPARSE) == 1
 
 
