@@ -273,7 +273,7 @@ def sweep_rows(files: Files, args: argparse.Namespace) -> Rows:
   plans, too_long, begun = 0, 0, time.perf_counter()
   with warnings.catch_warnings():
     warnings.simplefilter('error')
-    for number in range(args.sweep):
+    for number in range(args.sweep_from, args.sweep_from + args.sweep):
       case = planner_cases.random_case(number)
       widest = allowed_sp_degrees(case.cluster, case.model, case.config)[-1]
       must_refuse = bool((case.lengths > widest * case.config.capacity_tokens).any())
@@ -289,7 +289,7 @@ def sweep_rows(files: Files, args: argparse.Namespace) -> Rows:
       if wrong:
         failed.setdefault(wrong, []).append(number)
       if number % 1000 == 999:
-        bench_common.progress(f'{number + 1} of {args.sweep}, {sum(map(len, failed.values()))} failures')
+        bench_common.progress(f'{number + 1 - args.sweep_from} of {args.sweep}, {sum(map(len, failed.values()))} failures')
   rate = round(args.sweep / (time.perf_counter() - begun), 1)
   about = {'batches_per_s': rate, 'plans': plans, 'refused': too_long}
   all_failed = {'failures': sum(map(len, failed.values()))}
@@ -333,6 +333,7 @@ def main() -> None:
     '--exact-limit-s', type=float, default=30.0, help='seconds of the exact solver a case (30)'
   )
   parser.add_argument('--sweep', type=int, default=2_000, help='batches of `sweep` (2000)')
+  parser.add_argument('--sweep-from', type=int, default=0, help='number of its first batch (0)')
   args = parser.parse_args()
   if hasattr(os, 'sched_setaffinity'):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
