@@ -289,7 +289,9 @@ def sweep_rows(files: Files, args: argparse.Namespace) -> Rows:
       if wrong:
         failed.setdefault(wrong, []).append(number)
       if number % 1000 == 999:
-        bench_common.progress(f'{number + 1 - args.sweep_from} of {args.sweep}, {sum(map(len, failed.values()))} failures')
+        bench_common.progress(
+          f'{number + 1 - args.sweep_from} of {args.sweep}, {sum(map(len, failed.values()))} failures'
+        )
   rate = round(args.sweep / (time.perf_counter() - begun), 1)
   about = {'batches_per_s': rate, 'plans': plans, 'refused': too_long}
   all_failed = {'failures': sum(map(len, failed.values()))}
