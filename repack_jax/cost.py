@@ -1,6 +1,6 @@
 """Predicted seconds and exact bytes of the parts of a layer, from the model's and the cluster's configs.
 
-Everything is of the forward pass of one layer unless its name says otherwise; `BACKWARD` and
+Everything is of the forward pass of one layer unless it says otherwise; `ATTENTION_BACKWARD_OVER_FORWARD` and
 `CostModel.linear_backward` say what the backward pass takes. The planner and the simulator reckon with these;
 the byte counts are also what the metrics report.
 """
@@ -93,6 +93,11 @@ class CostModel:
   def logits_s(self) -> float:
     """Per token: the logits."""
     return flops.logits_flops_per_token(self.model) / self.cluster.matmul_flops_per_s
+
+  def slot_s(self) -> float:
+    """Per token slot of a rank, both passes: what runs where the token lies in all layers, and the logits."""
+    layers_s = sum(self.before_s() + self.after_s(layer) for layer in range(self.model.num_layers))
+    return (1 + self.linear_backward) * layers_s + 3 * self.logits_s()
 
   def attention_s(self, length: np.ndarray | int, kind: str) -> np.ndarray:
     """Per sample: the attention core of a layer."""

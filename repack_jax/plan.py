@@ -125,6 +125,16 @@ class Plan:
       tokens[child.first_rank : child.end_rank] = np.diff(edges)
     return tokens
 
+  def with_slots(self, step_tokens: int) -> Plan:
+    """The plan with as many slots a rank as its fullest needs, rounded up to a multiple of `step_tokens`.
+
+    Never more than it has; 0 leaves them as they are.
+    """
+    if not step_tokens:
+      return self
+    needed = -(-int(self.rank_tokens.max()) // step_tokens) * step_tokens
+    return dataclasses.replace(self, capacity_tokens=min(self.capacity_tokens, needed))
+
   def groups(self, kind: str) -> tuple[Group, ...]:
     """Parents for a full layer (`F`), children for a sparse one (`S`)."""
     return self.parents if kind == FULL else self.children

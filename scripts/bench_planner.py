@@ -206,20 +206,14 @@ def causes_s(plans: Sequence[Plan], case: Case) -> dict[str, float]:
   slots = (
     sum(plan.capacity_tokens for plan in plans) - sum(plan.total_tokens for plan in plans) / fast.num_ranks
   )
-  imbalance_s = slots * slot_s(cost)
+  imbalance_s = slots * cost.slot_s()
   over_s = {}
   for kind in (FULL, SPARSE):  # a model of these layers alone
     count = case.model.layer_kinds.count(kind)
     part = CostModel(fast, dataclasses.replace(case.model, pattern=kind, num_layers=count))
     bound_s = lower_bound_s(case.lengths, fast, part.model, case.config)
-    over_s[kind] = sum(predicted_s(plan, part) for plan in plans) - bound_s - slots * slot_s(part)
+    over_s[kind] = sum(predicted_s(plan, part) for plan in plans) - bound_s - slots * part.slot_s()
   return {'slots': imbalance_s, 'full': over_s[FULL], 'sparse': over_s[SPARSE], 'latency': latency_s}
-
-
-def slot_s(cost: CostModel) -> float:
-  """What a slot takes however its rank's tokens are laid out, both passes."""
-  layers_s = sum(cost.before_s() + cost.after_s(layer) for layer in range(cost.model.num_layers))
-  return (1 + cost.linear_backward) * layers_s + 3 * cost.logits_s()
 
 
 # --- peers ----------------------------------------------------------------------------------------------

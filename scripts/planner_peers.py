@@ -139,19 +139,17 @@ def _plan(
       laid.append(Group(rank, size, tuple(np.searchsorted(ids, samples).tolist())))
       rank += size
     laid += [Group(alone, 1) for alone in range(rank, end)]
-  capacity, step = config.capacity_tokens, config.capacity_step_tokens
-  most = max(-(-int(lengths[ids[list(group.samples)]].sum()) // group.size) for group in laid)
   return Plan(
     sample_ids=tuple(ids.tolist()),
     lengths=tuple(lengths[ids].tolist()),
     parents=tuple(laid),
     children=tuple(laid),
     mode='parents',
-    capacity_tokens=min(capacity, -(-most // step) * step) if step else capacity,
+    capacity_tokens=config.capacity_tokens,
     num_ranks=cluster.num_ranks,
     domain_ranks=cluster.domain_ranks,
     ranks_per_node=cluster.ranks_per_node,
-  )
+  ).with_slots(config.capacity_step_tokens)
 
 
 # --- the greedy -----------------------------------------------------------------------------------------

@@ -38,10 +38,9 @@ def lower_bound_s(
   if not len(lengths):
     return 0.0
   cost = CostModel(cluster, model)
-  layers = range(model.num_layers)
   tokens = float(lengths.sum()) / cluster.num_ranks
   both = 1 + cost.linear_backward
-  own_s = tokens * (3 * cost.logits_s() + both * sum(cost.before_s() + cost.after_s(i) for i in layers))
+  own_s = tokens * cost.slot_s()
   attention = {kind: _attention_bounds_s(lengths, cost, config, kind) for kind in (FULL, SPARSE)}
   mean_s, longest_s = np.zeros(model.num_layers), np.zeros((model.num_layers, len(lengths)))
   for layer, kind in enumerate(model.layer_kinds):

@@ -162,7 +162,7 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> searc
     intra_s=peer_bytes / cluster.intra_node_bytes_per_s,
     inter_s=peer_bytes / cluster.inter_node_bytes_per_s,
     latency_s=np.array([2 * cost.exchange_latency_s(int(degree)) for degree in degrees]),
-    own_s=both * sum(cost.before_s() + cost.after_s(layer) for layer in layers) + 3 * cost.logits_s(),
+    own_s=cost.slot_s(),
     routed_s=both * routed_s,
     routed_spread=cost.expert_ranks > 1,
     expert_exchange_s=expert_bytes / cluster.intra_node_bytes_per_s,

@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -151,8 +150,4 @@ def _plan(program: Program, solver: cp_model.CpSolver) -> Plan:
     ranks_per_node=cluster.ranks_per_node,
     solo=tuple(Group(rank, 1, tuple(samples)) for rank, samples in sorted(alone.items())),
   )
-  step = config.capacity_step_tokens
-  if not step:
-    return plan
-  needed = -(-int(plan.rank_tokens.max()) // step) * step
-  return dataclasses.replace(plan, capacity_tokens=min(plan.capacity_tokens, needed))
+  return plan.with_slots(config.capacity_step_tokens)

@@ -146,9 +146,7 @@ class Program:
 
   def _minimize(self) -> None:
     cost, model = self.cost, self.cost.model
-    layers = range(model.num_layers)
-    both = 1 + cost.linear_backward
-    slot_s = both * sum(cost.before_s() + cost.after_s(layer) for layer in layers) + 3 * cost.logits_s()
+    slot_s = cost.slot_s()
     # A unit that divides the seconds of a slot: the others are of whole samples and round well.
     slot_units = max(
       1, round(slot_s / lower_bound_s(self.lengths, cost.cluster, model, self.config) * _UNITS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -160,8 +159,4 @@ class _Batch:
       domain_ranks=self.cluster.domain_ranks,
       ranks_per_node=self.cluster.ranks_per_node,
     )
-    step = self.config.capacity_step_tokens
-    if not step:
-      return plan
-    needed = -(-int(plan.rank_tokens.max()) // step) * step
-    return dataclasses.replace(plan, capacity_tokens=min(plan.capacity_tokens, needed))
+    return plan.with_slots(self.config.capacity_step_tokens)
