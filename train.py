@@ -76,10 +76,11 @@ class Setup:
     from repack_jax.data.index import index_samples
     from repack_jax.data.sources import open_source
 
-    self.run = run
     self.source = open_source(run.data)
     self.index = index_samples(self.source, run.data)
     self.mesh = meshes.make_mesh(run.cluster)
+    # From here on the planner and the programs know the platform that `auto` found.
+    self.run = run = meshes.with_platform(run, self.mesh)
     self.step = TrainStep(run, self.mesh)
     log.info(
       'mesh: data %d x node %d x local %d on %s',

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,9 +11,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from repack_jax.arrays import PlanArrays
-from repack_jax.attention import AttentionImpl, get_attention
-from repack_jax.collectives import Exchange, choose_implementation, row_heads
+from repack_jax.attention import AttentionImpl, choose_attention
+from repack_jax.collectives import Exchange, choose_implementation, row_width
 from repack_jax.config import FULL, SPARSE, ModelConfig, RunConfig, allowed_sp_degrees
+from repack_jax.cost import row_tokens
 from repack_jax.mesh import LOCAL_AXIS, domain_size, scope_axes
 from repack_jax.plan import DOMAIN, LOCAL, Program
 from repack_jax.ulysses import solo_attention, ulysses_attention
@@ -69,7 +71,10 @@ class Contexts:
     self._run, self._mesh = run, mesh
     platform = mesh.devices.flat[0].platform
     self.implementation = choose_implementation(run.train.exchange, platform)
-    self.attention = get_attention(run.train.attention)
+    dtype = jnp.dtype(run.model.compute_dtype)
+    self.attention = choose_attention(run.train.attention, platform, dtype, run.model.head_dim)
+    cluster = dataclasses.replace(run.cluster, platform=platform)
+    self.row_tokens = row_tokens(cluster, run.model, run.planner)
     spread = run.model.expert_placement == 'spread'
     self.expert_ranks = mesh.shape[LOCAL_AXIS] if spread else 1
 
@@ -77,6 +82,7 @@ class Contexts:
     run, model, mesh = self._run, self._run.model, self._mesh
     degrees = scope_degrees(run, scope)
     heads = (model.num_heads, model.num_kv_heads, model.head_dim)
+    dtype = jnp.dtype(model.compute_dtype)
     return Exchange(
       axes=scope_axes(scope),
       scope_ranks=mesh.shape[LOCAL_AXIS] if scope == LOCAL else domain_size(mesh),
@@ -85,7 +91,8 @@ class Contexts:
       num_heads=model.num_heads,
       num_kv_heads=model.num_kv_heads,
       head_dim=model.head_dim,
-      row_heads=row_heads(degrees, *heads, jnp.dtype(model.compute_dtype)),
+      row_tokens=self.row_tokens,
+      row_width=row_width(degrees, *heads, dtype, self.row_tokens),
       implementation=self.implementation,
     )
 

@@ -19,10 +19,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from models.context import StepContext
 from models.layers import GatedMLP, normal_param
+from repack_jax.attention import KEPT
 from repack_jax.collectives import exchange_blocks
 from repack_jax.config import ModelConfig
 from repack_jax.mesh import LOCAL_AXIS
-from repack_jax.ulysses import EXCHANGED
 
 
 class ExpertStats(NamedTuple):
@@ -117,10 +117,10 @@ class Experts(nnx.Module):
 
     theirs = lax.all_to_all(kept, LOCAL_AXIS, split_axis=0, concat_axis=0)  # [L, E/L], a few integers
     received = exchange_blocks(LOCAL_AXIS, ctx.implementation, blocks, sent, theirs.sum(axis=1))
-    received = checkpoint_name(received, EXCHANGED)
+    received = checkpoint_name(received, KEPT)
     outputs = self._grouped_by_block(received, theirs)
     returned = exchange_blocks(LOCAL_AXIS, ctx.implementation, outputs, theirs.sum(axis=1), sent)
-    returned = checkpoint_name(returned, EXCHANGED)
+    returned = checkpoint_name(returned, KEPT)
 
     rank = jnp.minimum(chosen // per_rank, ranks - 1)
     row = place - start[rank]

@@ -38,7 +38,14 @@ def _gathered_dimension(spec: PartitionSpec) -> tuple[int, tuple[str, ...]] | No
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(shard: jax.Array, dimension: int, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
-  return lax.all_gather(shard.astype(dtype), axes, axis=dimension, tiled=True)
+  """One axis at a time, the minor first: each rank takes a share over the slow link, then all share locally.
+
+  XLA:TPU makes a reduce-scatter over several axes at once an all-reduce of the whole, twice the bytes.
+  """
+  whole = shard.astype(dtype)
+  for axis in reversed(axes):
+    whole = lax.all_gather(whole, axis, axis=dimension, tiled=True)
+  return whole
 
 
 def _gather_fwd(shard, dimension, axes, dtype):
@@ -48,7 +55,9 @@ def _gather_fwd(shard, dimension, axes, dtype):
 def _gather_bwd(dimension, axes, dtype, _, grad):
   """Gradients are summed over ranks in float32, whatever the compute dtype."""
   grad = grad.astype(jnp.float32)
-  return (lax.psum_scatter(grad, axes, scatter_dimension=dimension, tiled=True),)
+  for axis in axes:
+    grad = lax.psum_scatter(grad, axis, scatter_dimension=dimension, tiled=True)
+  return (grad,)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)

@@ -186,6 +186,7 @@ class TrainStep:
 
   def accumulate(self, state: TrainState, sums: Sums, plan: Plan, arrays: PlanArrays) -> Sums:
     """Adds one micro-batch's gradients and losses to `sums`, which is donated."""
+    assert plan.row_tokens == self.contexts.row_tokens, 'this plan was made for another platform'
     return self._accumulate(state.params, state.expert_load, sums, arrays, program=plan.program)
 
   def update(self, state: TrainState, sums: Sums, target_tokens: int) -> tuple[TrainState, StepMetrics, Sums]:

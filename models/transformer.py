@@ -28,9 +28,9 @@ from models.layers import GatedMLP, RMSNorm
 from models.loss import token_losses
 from models.parameters import EXPERT_NAMES, gather_parameters, leaf_name, save_all_but_gathered
 from repack_jax.arrays import PlanArrays
+from repack_jax.attention import KEPT
 from repack_jax.config import FULL, ModelConfig
 from repack_jax.mesh import parameter_spec
-from repack_jax.ulysses import EXCHANGED
 
 Tree = Any
 
@@ -224,7 +224,7 @@ def _run_stack(
   """Scans a stack over its repeats; stats come back with a leading axis of layers."""
   policy = save_all_but_gathered
   if ctx.model.remat == 'layer':
-    policy = jax.checkpoint_policies.save_only_these_names(EXCHANGED)
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
 
   def run_layer(run: int, x: jax.Array, xs: tuple[Tree, jax.Array]):
     shards, load = xs

@@ -26,8 +26,9 @@ class Route(NamedTuple):
     log2_size [R]: log2 of the group's SP degree.
     first [R]: the group's first rank, counted from the start of the exchange scope.
     place [R]: the rank's place in its group.
-    counts [R, S]: tokens that the group's ranks hold, in order; 0 past the group's size.
-    segments [R, G]: for each token of the group's stream the sample it belongs to, -1 past the stream.
+    counts [R, S]: slots that the group's ranks hold, in order; 0 past the group's size.
+    segments [R, G]: for each slot of the group's stream the sample it belongs to, -1 in padding (behind the
+      tokens of each child) and past the stream.
   """
 
   log2_size: np.ndarray
@@ -81,9 +82,11 @@ def route_arrays(plan: Plan, kind: str, widest_degree: int) -> Route:
   segments = np.full((plan.num_ranks, widest_degree * plan.capacity_tokens), PADDING_SEGMENT, np.int32)
   for group in plan.groups(kind):
     members = slice(group.first_rank, group.end_rank)
-    counts[members, : group.size] = layout.tokens[members]
-    stream = np.repeat(group.samples, [plan.lengths[s] for s in group.samples])
-    segments[members, : len(stream)] = stream
+    counts[members, : group.size] = layout.slots[members]
+    for child in plan.children_of(group):
+      stream = np.repeat(child.samples, [plan.lengths[s] for s in child.samples])
+      start = layout.stream_start[child.first_rank]
+      segments[members, start : start + len(stream)] = stream
   ranks = np.arange(plan.num_ranks)
   return Route(
     log2_size=np.log2(layout.size).astype(np.int32),
@@ -134,7 +137,7 @@ def pack(plan: Plan, batch: Sequence[HasTokens], widest_degree: dict[str, int]) 
         for array, stream in zip(arrays, streams, strict=True):
           array[rank, : end - start] = stream[start:end]
   for group in plan.solo:
-    begin, end = plan.shared_tokens[group.first_rank], plan.rank_tokens[group.first_rank]
+    begin, end = plan.shared_slots[group.first_rank], plan.rank_slots[group.first_rank]
     for array, stream in zip(arrays, _streams(plan, batch, group.samples), strict=True):
       array[group.first_rank, begin:end] = stream
   routes = {kind: route_arrays(plan, kind, widest_degree[kind]) for kind in (FULL, SPARSE)}

@@ -6,9 +6,9 @@ run the same program and a plan never recompiles it.
 
 Axis legend: T capacity (token slots of a rank), H query heads, K key/value heads, D head width, P ranks of
 a group (its SP degree), S ranks that the scope spans, h = H/P, k = max(1, K/P), c heads that a token sends
-to one peer (h + 2k in dispatch, h in combine), U heads in one row on the wire.
+to one peer (h + 2k in dispatch, h in combine), W elements of a row on the wire.
 
-Two forms of the same data travel between the sites, both flat rows `[rows, U*D]` of a static size:
+Two forms of the same data travel between the sites, both flat rows `[rows, W]` of a static size:
 
 - *slots*: `[P, T, c, D]`, one block a peer, a rank's own tokens in front of each block;
 - *stream*: `[P*T, c, D]`, the group's tokens end to end in stream order, the rest undefined or zero.
@@ -32,8 +32,7 @@ from jax import lax
 
 from repack_jax.arrays import Route
 from repack_jax.checks import ConfigError
-
-WIRE_ROW_BYTES = 512  # a TPU pads the rows of a ragged all-to-all to this
+from repack_jax.cost import PADDED_ROW_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,8 @@ class Exchange:
     degrees: SP degrees that the program knows: 1, 2, 4, ... ascending.
     capacity_tokens: T.
     num_heads, num_kv_heads, head_dim: H, K, D.
-    row_heads: U.
+    row_tokens: ranks hold multiples of so many slots of their group's stream (`cost.row_tokens`).
+    row_width: W; what `row_tokens` tokens send to a peer is a whole number of rows, for every degree.
     implementation: `ragged` or `dense`.
   """
 
@@ -75,7 +75,8 @@ class Exchange:
   num_heads: int
   num_kv_heads: int
   head_dim: int
-  row_heads: int
+  row_tokens: int
+  row_width: int
   implementation: str
 
   @property
@@ -96,25 +97,30 @@ class Exchange:
 
   def rows(self, heads_of: Callable[[int], int], degree: int) -> int:
     """Rows of the slots or stream form of one degree; the buffers are as large as the largest."""
-    return degree * self.capacity_tokens * heads_of(degree) // self.row_heads
+    return degree * self.capacity_tokens * heads_of(degree) * self.head_dim // self.row_width
 
   def buffer_shape(self, heads_of: Callable[[int], int]) -> tuple[int, int]:
-    return max(self.rows(heads_of, p) for p in self.degrees), self.row_heads * self.head_dim
+    return max(self.rows(heads_of, p) for p in self.degrees), self.row_width
 
   @property
   def widest(self) -> int:
     return self.degrees[-1]
 
 
-def row_heads(
-  degrees: tuple[int, ...], num_heads: int, num_kv_heads: int, head_dim: int, dtype: jnp.dtype
+def row_width(
+  degrees: tuple[int, ...],
+  num_heads: int,
+  num_kv_heads: int,
+  head_dim: int,
+  dtype: jnp.dtype,
+  row_tokens: int = 1,
 ) -> int:
-  """U: as many heads in a row on the wire as fill 512 bytes and divide what every degree sends a peer."""
+  """W: as many elements as fill a row of 512 bytes and divide what `row_tokens` tokens send to a peer."""
   counts = [num_heads // p for p in degrees]
   counts += [num_heads // p + 2 * max(1, num_kv_heads // p) for p in degrees]
-  common = math.gcd(*counts)
-  fitting = max(1, WIRE_ROW_BYTES // (head_dim * jnp.dtype(dtype).itemsize))
-  return max(u for u in range(1, common + 1) if common % u == 0 and u <= fitting)
+  common = math.gcd(*counts) * head_dim * row_tokens
+  fitting = max(head_dim, PADDED_ROW_BYTES // jnp.dtype(dtype).itemsize)
+  return max(w for w in range(1, fitting + 1) if common % w == 0)
 
 
 # --- dispatch and combine -------------------------------------------------------------------------------
@@ -265,15 +271,16 @@ def ragged_offsets(
   Returns `(input_offsets, send_sizes, output_offsets, recv_sizes)`; output_offsets are positions on the
   *receiver*. Ranks outside the group get zero rows.
   """
-  unit = jnp.array([heads_of(p) // ex.row_heads for p in ex.degrees], jnp.int32)[route.log2_size]
+  rows = [ex.row_tokens * heads_of(p) * ex.head_dim // ex.row_width for p in ex.degrees]
+  unit = jnp.array(rows, jnp.int32)[route.log2_size]  # rows that `row_tokens` slots make
   place = jnp.arange(ex.scope_ranks, dtype=jnp.int32) - route.first
   inside = (place >= 0) & (place < jnp.left_shift(1, route.log2_size))
   place = jnp.where(inside, place, 0)
-  counts = jnp.where(inside, route.counts[place], 0)
-  before = jnp.cumsum(route.counts) - route.counts
-  slot_rows = ex.capacity_tokens * unit
-  mine = jnp.where(inside, route.counts[route.place], 0) * unit
-  theirs = counts * unit
+  held = route.counts // ex.row_tokens
+  before = jnp.cumsum(held) - held
+  slot_rows = ex.capacity_tokens // ex.row_tokens * unit
+  mine = jnp.where(inside, held[route.place], 0) * unit
+  theirs = jnp.where(inside, held[place], 0) * unit
   in_slots = jnp.where(inside, place * slot_rows, 0)  # where a peer's block starts here
   in_stream = jnp.where(inside, before[place], 0) * unit  # where a peer's tokens start in the stream
   my_slot = jnp.where(inside, route.place, 0) * slot_rows  # where my block starts on a peer

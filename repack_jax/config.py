@@ -251,7 +251,8 @@ class TrainConfig:
     draw_every_steps: a page with the plan of every so manieth step goes to the workdir; 0 draws none.
     exchange: `ragged` (one native ragged all-to-all; TPU and GPU), `dense` (padded all-to-all; runs
       everywhere) or `auto` (ragged where the backend has it).
-    attention: `blockwise` (portable), `reference` (dense mask; tests) or `auto`.
+    attention: `pallas_tpu`, `cudnn` (bfloat16 on GPU), `blockwise` (portable), `reference` (dense mask; tests)
+      or `auto` (the platform's own where it serves the model, else blockwise).
   """
 
   steps: int = 100
@@ -264,7 +265,11 @@ class TrainConfig:
 
   def __post_init__(self) -> None:
     check_types(self)
-    check_choice(self, exchange=('auto', 'ragged', 'dense'), attention=('auto', 'blockwise', 'reference'))
+    check_choice(
+      self,
+      exchange=('auto', 'ragged', 'dense'),
+      attention=('auto', 'pallas_tpu', 'cudnn', 'blockwise', 'reference'),
+    )
     check_min(self, 1, 'steps', 'keep_checkpoints')
     check_min(self, 0, 'seed', 'checkpoint_every', 'draw_every_steps')
 

@@ -7,14 +7,16 @@ the byte counts are also what the metrics report.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from repack_jax import flops
+from repack_jax.checks import require
 from repack_jax.cluster import ClusterConfig
-from repack_jax.config import FULL, SPARSE, ModelConfig
+from repack_jax.config import FULL, SPARSE, ModelConfig, PlannerConfig, allowed_sp_degrees
 from repack_jax.memory import (
   DTYPE_BYTES,
   expert_ranks,
@@ -29,6 +31,7 @@ ATTENTION_BACKWARD_OVER_FORWARD = 2.5
 # AdamW reads a weight, its gradient and two moments, and writes all but the gradient; float32 each.
 _UPDATE_BYTES_PER_PARAMETER = 28
 _GRADIENT_BYTES = 4
+PADDED_ROW_BYTES = 512  # a TPU pads the rows of a ragged all-to-all to this (compiled for v5p, v6e and v7)
 
 
 def heads_per_peer(model: ModelConfig, degree: np.ndarray | int) -> tuple[np.ndarray, np.ndarray]:
@@ -44,6 +47,29 @@ def bytes_per_peer(model: ModelConfig, degree: np.ndarray | int) -> np.ndarray:
   return (dispatch + combine) * model.head_dim * DTYPE_BYTES[model.compute_dtype]
 
 
+def row_tokens(cluster: ClusterConfig, model: ModelConfig, planner: PlannerConfig) -> int:
+  """Ranks of a child hold multiples of so many slots: 1, but on TPU as many as fill whole rows on the wire.
+
+  The smallest power of two for which what so many tokens send to a peer is a multiple of 512 bytes, at every
+  SP degree and both sites.
+
+  Raises:
+    ConfigError: where the capacity is not a multiple of it.
+  """
+  if cluster.platform != 'tpu':
+    return 1
+  degrees = np.array(allowed_sp_degrees(cluster, model, planner))
+  head_bytes = model.head_dim * DTYPE_BYTES[model.compute_dtype]
+  sent = np.concatenate(heads_per_peer(model, degrees)) * head_bytes
+  common = math.gcd(*sent.tolist(), PADDED_ROW_BYTES)  # a power of two, since 512 is one
+  row = PADDED_ROW_BYTES // common
+  require(
+    planner.capacity_tokens % row == 0, 'PlannerConfig.capacity_tokens', planner.capacity_tokens,
+    f'must be a multiple of {row}, so that what a rank sends fills whole rows of {PADDED_ROW_BYTES} bytes on a TPU',
+  )  # fmt: skip
+  return row
+
+
 def cross_node_bytes(plan: Plan, model: ModelConfig) -> int:
   """Bytes that the attention exchanges of all layers send between nodes, forward and backward, all ranks.
 
@@ -55,7 +81,7 @@ def cross_node_bytes(plan: Plan, model: ModelConfig) -> int:
     layers = model.layer_kinds.count(kind)
     layout = plan.layout(kind)
     peers = np.maximum(0, layout.size - plan.ranks_per_node)
-    total += 2 * layers * int((layout.tokens * peers * bytes_per_peer(model, layout.size)).sum())
+    total += 2 * layers * int((layout.slots * peers * bytes_per_peer(model, layout.size)).sum())
   return total
 
 

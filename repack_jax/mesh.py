@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from repack_jax.checks import ConfigError
-from repack_jax.config import ClusterConfig
+from repack_jax.config import ClusterConfig, RunConfig
 from repack_jax.plan import LOCAL
 
 DATA, NODE, LOCAL_AXIS = 'data', 'node', 'local'
@@ -69,6 +70,12 @@ def make_mesh(cluster: ClusterConfig) -> Mesh:
   return Mesh(grid, ALL_AXES, axis_types=(AxisType.Auto,) * len(ALL_AXES))
 
 
+def with_platform(run: RunConfig, mesh: Mesh) -> RunConfig:
+  """The run with the platform of the mesh in its cluster: plans follow what it asks for (`cost.row_tokens`)."""
+  platform = mesh.devices.flat[0].platform
+  return dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, platform=platform))
+
+
 def domain_size(mesh: Mesh) -> int:
   return mesh.shape[NODE] * mesh.shape[LOCAL_AXIS]
 
@@ -76,11 +83,12 @@ def domain_size(mesh: Mesh) -> int:
 def parameter_spec(shape: tuple[int, ...], expert_axis: int | None, mesh: Mesh) -> PartitionSpec:
   """How a parameter is sharded: over the domain, along its largest dimension that the ranks divide.
 
-  Spread experts are sharded over `local` along the expert dimension and over `node` along another. A
+  `local` is the major axis, so that gathering over `node` comes first, each rank its own share, and then inside
+  nodes. Spread experts are sharded over `local` along the expert dimension and over `node` along another. A
   parameter with no such dimension is replicated. All copies along `data` are equal.
   """
   entries: list[object] = [None] * len(shape)
-  axes, ways = DOMAIN_AXES, domain_size(mesh)
+  axes, ways = DOMAIN_AXES[::-1], domain_size(mesh)
   if expert_axis is not None:
     entries[expert_axis] = LOCAL_AXIS
     axes, ways = (NODE,), mesh.shape[NODE]

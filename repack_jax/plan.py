@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,13 +71,13 @@ class Layout:
 
   Attributes:
     first_rank, size: the group that the rank belongs to.
-    tokens: what the rank holds of its group's stream (the same in both layouts of a plan).
-    stream_start: position of the rank's first token in its group's stream.
+    slots: what the rank holds of its group's stream (the same in both layouts of a plan).
+    stream_start: position of the rank's first slot in its group's stream.
   """
 
   first_rank: np.ndarray
   size: np.ndarray
-  tokens: np.ndarray
+  slots: np.ndarray
   stream_start: np.ndarray
 
 
@@ -94,6 +95,8 @@ class Plan:
     num_ranks, domain_ranks, ranks_per_node: the mesh that the plan is for.
     solo: groups of one rank, ascending, whose samples run on it alone in every layer. They are in no parent
       and no child.
+    row_tokens: a child's ranks hold multiples of so many slots, so that what they send fills whole rows on the
+      wire (`cost.row_tokens`). The slots past a child's last token are padding.
   """
 
   sample_ids: tuple[int, ...]
@@ -106,6 +109,7 @@ class Plan:
   domain_ranks: int
   ranks_per_node: int
   solo: tuple[Group, ...] = ()
+  row_tokens: int = 1
 
   @cached_property
   def rank_tokens(self) -> np.ndarray:
@@ -116,14 +120,25 @@ class Plan:
     return tokens
 
   @cached_property
+  def rank_slots(self) -> np.ndarray:
+    """Slots each rank fills: its tokens and the padding at its child's end, int64 [num_ranks]."""
+    return self.rank_tokens + self.shared_slots - self.shared_tokens
+
+  @cached_property
   def shared_tokens(self) -> np.ndarray:
     """Tokens each rank holds of its child's stream, int64 [num_ranks], by rule 1."""
     tokens = np.zeros(self.num_ranks, np.int64)
     for child in self.children:
       total = sum(self.lengths[s] for s in child.samples)
-      edges = np.arange(child.size + 1) * total // child.size
+      rows = -(-total // self.row_tokens)
+      edges = np.minimum(np.arange(child.size + 1) * rows // child.size * self.row_tokens, total)
       tokens[child.first_rank : child.end_rank] = np.diff(edges)
     return tokens
+
+  @cached_property
+  def shared_slots(self) -> np.ndarray:
+    """Slots each rank's share of its child's stream takes: its tokens in whole rows, int64 [num_ranks]."""
+    return -(-self.shared_tokens // self.row_tokens) * self.row_tokens
 
   def with_slots(self, step_tokens: int) -> Plan:
     """The plan with as many slots a rank as its fullest needs, rounded up to a multiple of `step_tokens`.
@@ -132,21 +147,26 @@ class Plan:
     """
     if not step_tokens:
       return self
-    needed = -(-int(self.rank_tokens.max()) // step_tokens) * step_tokens
+    step_tokens = math.lcm(step_tokens, self.row_tokens)
+    needed = -(-int(self.rank_slots.max()) // step_tokens) * step_tokens
     return dataclasses.replace(self, capacity_tokens=min(self.capacity_tokens, needed))
 
   def groups(self, kind: str) -> tuple[Group, ...]:
     """Parents for a full layer (`F`), children for a sparse one (`S`)."""
     return self.parents if kind == FULL else self.children
 
+  def children_of(self, group: Group) -> list[Group]:
+    """The children inside a parent; of a child, itself."""
+    return [c for c in self.children if group.first_rank <= c.first_rank < group.end_rank]
+
   def layout(self, kind: str) -> Layout:
     first, size = np.zeros(self.num_ranks, np.int64), np.ones(self.num_ranks, np.int64)
     for group in self.groups(kind):
       first[group.first_rank : group.end_rank] = group.first_rank
       size[group.first_rank : group.end_rank] = group.size
-    before = np.concatenate([[0], np.cumsum(self.shared_tokens)])
+    before = np.concatenate([[0], np.cumsum(self.shared_slots)])
     start = before[np.arange(self.num_ranks)] - before[first]
-    return Layout(first, size, self.shared_tokens, start)
+    return Layout(first, size, self.shared_slots, start)
 
   def scope(self, kind: str) -> str:
     """What the exchanges of a layer kind span: `local` where every group lies inside a node."""
@@ -191,11 +211,13 @@ class Plan:
         if num_heads and num_heads % group.size:
           raise PlanError(f'{name} {group}: its size does not divide the {num_heads} query heads')
     _check_nesting(self)
-    over = np.flatnonzero(self.rank_tokens > self.capacity_tokens)
+    if self.capacity_tokens % self.row_tokens:
+      raise PlanError(f'a capacity of {self.capacity_tokens} is not a multiple of {self.row_tokens} tokens')
+    over = np.flatnonzero(self.rank_slots > self.capacity_tokens)
     if over.size:
       rank = int(over[0])
       raise PlanError(
-        f'rank {rank} holds {self.rank_tokens[rank]} tokens, over its capacity of {self.capacity_tokens}'
+        f'rank {rank} holds {self.rank_slots[rank]} tokens, over its capacity of {self.capacity_tokens}'
       )
     return self
 
@@ -211,7 +233,7 @@ class Plan:
       if not parent.samples:
         continue
       lines.append(self._row('parent', parent))
-      inside = [c for c in self.children if parent.first_rank <= c.first_rank < parent.end_rank]
+      inside = self.children_of(parent)
       if inside != [parent]:
         lines += [self._row('  child', child) for child in inside]
     if empty:

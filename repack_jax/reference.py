@@ -48,7 +48,7 @@ def combine(plan: Plan, kind: str, out: list[np.ndarray]) -> list[np.ndarray]:
   for rank in range(plan.num_ranks):
     first, size = int(layout.first_rank[rank]), int(layout.size[rank])
     start = int(layout.stream_start[rank])
-    mine = slice(start, start + int(layout.tokens[rank]))
+    mine = slice(start, start + int(layout.slots[rank]))
     received.append(np.concatenate([out[peer][mine] for peer in range(first, first + size)], axis=1))
   return received
 
@@ -67,7 +67,7 @@ def dispatch_gradient(
   layout = plan.layout(kind)
   for rank in range(plan.num_ranks):
     first, size = int(layout.first_rank[rank]), int(layout.size[rank])
-    start, tokens = int(layout.stream_start[rank]), int(layout.tokens[rank])
+    start, tokens = int(layout.stream_start[rank]), int(layout.slots[rank])
     sums = []
     for part, total_heads in enumerate((num_heads, num_kv_heads, num_kv_heads)):
       sample = grads[rank][part]
@@ -92,6 +92,6 @@ def sent_elements(plan: Plan, kind: str, num_heads: int, num_kv_heads: int) -> t
     for peer in range(first, first + size):
       slices = [_heads_of(peer - first, size, n) for n in (num_heads, num_kv_heads, num_kv_heads)]
       heads = [s.stop - s.start for s in slices]
-      to_heads[source, peer] = layout.tokens[source] * sum(heads)
-      to_tokens[peer, source] = layout.tokens[source] * heads[0]
+      to_heads[source, peer] = layout.slots[source] * sum(heads)
+      to_tokens[peer, source] = layout.slots[source] * heads[0]
   return to_heads, to_tokens

@@ -15,10 +15,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from repack_jax.arrays import PADDING_SEGMENT, Route
-from repack_jax.attention import AttentionImpl
+from repack_jax.attention import KEPT, AttentionImpl, attend
 from repack_jax.collectives import Exchange, combine, dispatch, join_rows, split_heads
-
-EXCHANGED = 'exchanged'  # the name of what remat must keep, so that no exchange and no core runs twice
 
 
 def ulysses_attention(
@@ -35,11 +33,11 @@ def ulysses_attention(
   Exactly two exchanges forward and two backward. Padding slots are zero in the result and inert.
   """
   with jax.named_scope('dispatch'):
-    rows = checkpoint_name(dispatch(ex, q, k, v, route), EXCHANGED)
+    rows = checkpoint_name(dispatch(ex, q, k, v, route), KEPT)
   with jax.named_scope('core'):
     out = _core(ex, impl, window, rows, route)
   with jax.named_scope('combine'):
-    return checkpoint_name(combine(ex, out, route), EXCHANGED)
+    return checkpoint_name(combine(ex, out, route), KEPT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -54,7 +52,7 @@ def _core_fwd(ex, impl, window, rows, route):
     return join_rows(ex, ex.combine_heads, out), lse.reshape(-1)
 
   out, lse = lax.switch(route.log2_size, [functools.partial(forward, p) for p in ex.degrees])
-  out, lse = checkpoint_name(out, EXCHANGED), checkpoint_name(lse, EXCHANGED)
+  out, lse = checkpoint_name(out, KEPT), checkpoint_name(lse, KEPT)
   return out, (rows, out, lse, route)
 
 
@@ -99,23 +97,4 @@ def solo_attention(
   """
   shared = jnp.arange(segments.shape[0]) < route.counts[route.place]
   with jax.named_scope('solo'):
-    return _solo(impl, window, q, k, v, jnp.where(shared, PADDING_SEGMENT, segments))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _solo(impl: AttentionImpl, window: int | None, q, k, v, segments) -> jax.Array:
-  return _solo_fwd(impl, window, q, k, v, segments)[0]
-
-
-def _solo_fwd(impl, window, q, k, v, segments):
-  out, lse = impl.forward(q, k, v, segments, window)
-  out, lse = checkpoint_name(out, EXCHANGED), checkpoint_name(lse, EXCHANGED)
-  return out, (q, k, v, segments, out, lse)
-
-
-def _solo_bwd(impl, window, residuals, grad):
-  q, k, v, segments, out, lse = residuals
-  return (*impl.backward(q, k, v, segments, window, out, lse, grad), None)
-
-
-_solo.defvjp(_solo_fwd, _solo_bwd)
+    return attend(impl, window, q, k, v, jnp.where(shared, PADDING_SEGMENT, segments))

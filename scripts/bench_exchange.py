@@ -66,11 +66,11 @@ def programs(ex: collectives.Exchange, device_mesh: jax.sharding.Mesh, route: ar
         for (p, _), x in zip(sizes, buffers, strict=True)
       ]  # fmt: skip
 
-    return compiled(exchanges, *(filled(rows, ex.row_heads * ex.head_dim) for _, rows in sizes))
+    return compiled(exchanges, *(filled(rows, ex.row_width) for _, rows in sizes))
 
   def payload(heads_of):
     rows = -(-ex.rows(heads_of, degree) // ex.scope_ranks)
-    buffer = filled(ex.scope_ranks, rows, ex.row_heads * ex.head_dim)
+    buffer = filled(ex.scope_ranks, rows, ex.row_width)
     return compiled(lambda x: lax.all_to_all(x, ex.axis_name, 0, 0), buffer)
 
   t, d = ex.capacity_tokens, ex.head_dim
@@ -111,7 +111,7 @@ def main() -> None:
     heads = (args.heads, args.kv_heads, args.head_dim)
     ex = collectives.Exchange(
       mesh.scope_axes(scope), size, degrees, args.tokens, *heads,
-      collectives.row_heads(degrees, *heads, jnp.float32), 'dense',
+      1, collectives.row_width(degrees, *heads, jnp.float32), 'dense',
     )  # fmt: skip
     plan = equal_plan(cluster, degrees[-1], args.tokens, 0.9)
     route = arrays.route_arrays(plan, FULL, ex.widest)

@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 
 from repack_jax import command_line, flops, mesh
-from repack_jax.attention import get_attention
+from repack_jax.attention import choose_attention
 from repack_jax.config import FULL, ModelConfig, RunConfig
 from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD
 from repack_jax.gin_files import load
@@ -158,7 +158,8 @@ def matmul_rate(run: RunConfig, device_mesh: jax.sharding.Mesh, budget_s: float)
 def attention_rate(run: RunConfig, device_mesh: jax.sharding.Mesh, budget_s: float) -> Rate:
   """One causal document that fills a rank, both passes; counted as the planner counts them."""
   model, tokens = run.model, run.planner.capacity_tokens
-  impl = get_attention(run.train.attention)
+  platform = device_mesh.devices.flat[0].platform
+  impl = choose_attention(run.train.attention, platform, jnp.dtype(model.compute_dtype), model.head_dim)
 
   def step(carry, segments):
     *inputs, dout = carry

@@ -19,6 +19,7 @@ def random_plan(
   fill: float = 0.8,
   wide_children: float = 0.2,
   solo: float = 0.0,
+  row_tokens: int = 1,
 ) -> Plan:
   """A random legal plan: random tilings, skewed sample lengths, some empty groups, some full ones.
 
@@ -55,7 +56,7 @@ def random_plan(
   mode = 'solve' if solo else 'repack'
   plan = Plan(
     tuple(range(len(lengths))), tuple(lengths), tuple(parents), tuple(children), mode, capacity_tokens,
-    num_ranks, domain_ranks, min(ranks_per_node, domain_ranks),
+    num_ranks, domain_ranks, min(ranks_per_node, domain_ranks), row_tokens=row_tokens,
   )  # fmt: skip
   return _with_solo(rng, plan, solo).validate()
 
@@ -63,7 +64,7 @@ def random_plan(
 def _with_solo(rng: np.random.Generator, plan: Plan, share: float) -> Plan:
   """One or two solo samples on that share of the ranks, as far as there is room."""
   groups, lengths = [], list(plan.lengths)
-  for rank, held in enumerate(plan.rank_tokens):
+  for rank, held in enumerate(plan.rank_slots):
     room = plan.capacity_tokens - int(held)
     if room and rng.random() < share:
       first = int(rng.integers(1, room + 1))

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from repack_jax.attention import attention, blockwise, get_attention
+from repack_jax.attention import attention, blockwise, choose_attention, get_attention
+from repack_jax.checks import ConfigError
 
 # All of 300 tokens, so that one compiled program serves them; other lengths have a test of their own.
 PACKS = {
@@ -239,10 +240,21 @@ def test_inside_shard_map_switch_and_checkpoint():
 
 
 def test_choice_of_implementation(caplog):
+  bfloat16, float32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
   with caplog.at_level(logging.INFO, 'repack_jax.attention.api'):
-    assert get_attention('auto').name == 'blockwise'
-    assert get_attention('reference').name == 'reference'
-  assert len(caplog.records) == 1 and "'blockwise'" in caplog.text
+    assert choose_attention('auto', 'cpu', float32, 8).name == 'blockwise'
+    assert choose_attention('auto', 'tpu', bfloat16, 128).name == 'pallas_tpu'
+    assert choose_attention('auto', 'gpu', bfloat16, 128).name == 'cudnn'
+    assert choose_attention('auto', 'gpu', float32, 128).name == 'blockwise'
+    assert choose_attention('reference', 'tpu', bfloat16, 128).name == 'reference'
+  lines = [record.getMessage() for record in caplog.records]
+  assert lines[0] == 'attention: blockwise (chosen by auto, on cpu)'
+  assert lines[3].startswith('attention: blockwise (chosen by auto, on gpu; cudnn does not serve this: ')
+  assert lines[4:] == ['attention: reference (as asked, on tpu)']
+  with pytest.raises(ConfigError, match=r"TrainConfig.attention = 'cudnn': .*Use 'blockwise', or 'auto'"):
+    choose_attention('cudnn', 'gpu', float32, 128)
+  with pytest.raises(ConfigError, match=r"TrainConfig.attention = 'pallas_tpu'"):
+    choose_attention('pallas_tpu', 'cpu', float32, 128)
   with pytest.raises(ValueError, match=r'flash3.*blockwise, reference'):
     get_attention('flash3')
 

@@ -4,6 +4,7 @@ XLA:CPU has no ragged all-to-all, so `ragged` runs here on an emulation of the o
 semantics, and its operands and its lowering are checked as they are.
 """
 
+import dataclasses
 import functools
 import logging
 
@@ -16,7 +17,7 @@ from ragged import emulated_ragged_all_to_all
 
 from repack_jax import arrays, collectives, cost, mesh, reference
 from repack_jax.checks import ConfigError
-from repack_jax.config import FULL, SPARSE, ClusterConfig, ModelConfig
+from repack_jax.config import FULL, SPARSE, ClusterConfig, ModelConfig, PlannerConfig
 from repack_jax.plan import DOMAIN, LOCAL, Group, Plan
 
 SHAPES = {  # ranks: (ranks a node, query heads, key/value heads, head width, capacity)
@@ -29,13 +30,17 @@ SHAPES = {  # ranks: (ranks a node, query heads, key/value heads, head width, ca
 }
 
 
-def make_exchange(ranks: int, scope: str, implementation: str = 'dense') -> collectives.Exchange:
+def make_exchange(
+  ranks: int, scope: str, implementation: str = 'dense', row_tokens: int = 1
+) -> collectives.Exchange:
   ranks_per_node, heads, kv, width, capacity = SHAPES[ranks]
   size = ranks_per_node if scope == LOCAL else ranks
   degrees = tuple(1 << i for i in range(size.bit_length()))
-  row = collectives.row_heads(degrees, heads, kv, width, jnp.float32)
-  axes = mesh.scope_axes(scope)
-  return collectives.Exchange(axes, size, degrees, capacity, heads, kv, width, row, implementation)
+  row = collectives.row_width(degrees, heads, kv, width, jnp.float32, row_tokens)
+  return collectives.Exchange(
+    mesh.scope_axes(scope), size, degrees, capacity * row_tokens, heads, kv, width, row_tokens, row,
+    implementation,
+  )  # fmt: skip
 
 
 def make_mesh(ranks: int):
@@ -44,9 +49,9 @@ def make_mesh(ranks: int):
 
 
 @functools.cache
-def exchange_program(ranks: int, scope: str, implementation: str):
+def exchange_program(ranks: int, scope: str, implementation: str, row_tokens: int):
   """Jitted: dispatch, combine of given head outputs, and both gradients."""
-  ex = make_exchange(ranks, scope, implementation)
+  ex = make_exchange(ranks, scope, implementation, row_tokens)
 
   def one_rank(q, k, v, out_rows, dispatched_grad, combined_grad, route):
     q, k, v, out_rows, dispatched_grad, combined_grad, route = jax.tree.map(
@@ -68,10 +73,11 @@ def whole_numbers(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def check_against_oracle(plan: Plan, kind: str, implementation: str, scope: str, seed: int) -> None:
-  ranks, tokens = plan.num_ranks, plan.shared_tokens
-  _, heads, kv, width, capacity = SHAPES[ranks]
+  ranks, tokens, row = plan.num_ranks, plan.shared_slots, plan.row_tokens
+  _, heads, kv, width, _ = SHAPES[ranks]
+  capacity = plan.capacity_tokens
   ex, rng, layout = (
-    make_exchange(ranks, scope, implementation),
+    make_exchange(ranks, scope, implementation, row),
     np.random.default_rng(seed),
     plan.layout(kind),
   )
@@ -87,7 +93,7 @@ def check_against_oracle(plan: Plan, kind: str, implementation: str, scope: str,
   counts = np.zeros((ranks, size), np.int32)
   counts[:, : route.counts.shape[1]] = route.counts
   route = route._replace(first=(layout.first_rank % size).astype(np.int32), counts=counts)
-  results = exchange_program(ranks, scope, implementation)(
+  results = exchange_program(ranks, scope, implementation, row)(
     q, k, v, out_rows, dispatched_grad, combined_grad, route
   )
   rows, combined, dispatch_grads, combine_grad = jax.tree.map(np.asarray, results)
@@ -135,6 +141,22 @@ def test_exchange_equals_oracle_over_the_domain(monkeypatch, ranks, implementati
 
 
 @pytest.mark.parametrize('implementation', ['dense', 'ragged'])
+@pytest.mark.parametrize('ranks,row_tokens', [(4, 4), (16, 16), (32, 2)])
+def test_exchange_of_whole_rows_equals_oracle(monkeypatch, ranks, row_tokens, implementation):
+  """Ranks hold whole rows of the wire; the padding at a child's end travels with its tokens."""
+  monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
+  ranks_per_node, capacity = SHAPES[ranks][0], SHAPES[ranks][4] * row_tokens
+  padding = 0
+  for seed in range(3):
+    rng = np.random.default_rng(200 + seed)
+    plan = cases.random_plan(rng, ranks, capacity, ranks, ranks_per_node, solo=0.4, row_tokens=row_tokens)
+    padding += int((plan.shared_slots - plan.shared_tokens).sum())
+    for kind in (FULL, SPARSE):
+      check_against_oracle(plan, kind, implementation, DOMAIN, seed)
+  assert padding
+
+
+@pytest.mark.parametrize('implementation', ['dense', 'ragged'])
 @pytest.mark.parametrize('ranks', [4, 16, 32])
 def test_exchange_equals_oracle_inside_nodes(monkeypatch, ranks, implementation):
   monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
@@ -171,8 +193,13 @@ def test_skewed_and_empty_ranks(monkeypatch, implementation):
 def test_ragged_operands_are_the_oracles(kind, scope):
   """Sizes against what the oracle moves; each chunk lands on the receiver right behind the one before."""
   rng = np.random.default_rng(7)
-  for plan in (skewed_plan(), cases.random_plan(rng, 16, 7, 16, wide_children=0, solo=0.5)):
-    ex = make_exchange(16, scope, 'ragged')
+  for plan in (
+    skewed_plan(),
+    cases.random_plan(rng, 16, 7, 16, wide_children=0, solo=0.5),
+    cases.random_plan(np.random.default_rng(13), 16, 7 * 16, 16, wide_children=0, solo=0.5, row_tokens=16),
+  ):
+    assert plan.scope(kind) == scope
+    ex = make_exchange(16, scope, 'ragged', plan.row_tokens)
     route = arrays.route_arrays(plan, kind, ex.widest)
     layout = plan.layout(kind)
     sent = reference.sent_elements(plan, kind, ex.num_heads, ex.num_kv_heads)
@@ -187,9 +214,9 @@ def test_ragged_operands_are_the_oracles(kind, scope):
         input_offsets, send, output_offsets, recv = (np.asarray(x) for x in offsets)
         start = rank - rank % ex.scope_ranks
         peers = slice(start, start + ex.scope_ranks)
-        np.testing.assert_array_equal(send * ex.row_heads, elements[rank, peers])
-        np.testing.assert_array_equal(recv * ex.row_heads, elements[peers, rank])
-        unit = heads_of(int(layout.size[rank])) // ex.row_heads
+        np.testing.assert_array_equal(send * ex.row_width, elements[rank, peers] * ex.head_dim)
+        np.testing.assert_array_equal(recv * ex.row_width, elements[peers, rank] * ex.head_dim)
+        unit = heads_of(int(layout.size[rank])) * ex.head_dim / ex.row_width
         group = slice(int(layout.first_rank[rank]), int(layout.first_rank[rank] + layout.size[rank]))
         inside = np.zeros(ex.scope_ranks, bool)
         inside[group.start - start : group.stop - start] = True
@@ -272,12 +299,31 @@ def test_cross_node_bytes_are_what_the_exchange_sends():
   assert cost.cross_node_bytes(local, config) == 0
 
 
-def test_rows_on_the_wire_are_512_bytes_where_counts_allow():
+def test_rows_on_the_wire_are_512_bytes():
   degrees = (1, 2, 4, 8)
-  assert collectives.row_heads(degrees, 32, 8, 128, jnp.bfloat16) == 2  # 4 + 2 heads to a peer at SP8
-  assert collectives.row_heads(degrees, 32, 8, 128, jnp.float32) == 1
-  assert collectives.row_heads((*degrees, 16, 32), 32, 8, 128, jnp.bfloat16) == 1  # 1 + 2 at SP32
-  assert collectives.row_heads((1,), 16, 4, 8, jnp.float32) == 8
+  assert collectives.row_width(degrees, 32, 8, 128, jnp.bfloat16) == 256  # 4 + 2 heads to a peer at SP8
+  assert collectives.row_width(degrees, 32, 8, 128, jnp.float32) == 128
+  assert collectives.row_width((*degrees, 16, 32), 32, 8, 128, jnp.bfloat16) == 128  # 1 + 2 at SP32
+  assert collectives.row_width((*degrees, 16, 32), 32, 8, 128, jnp.bfloat16, row_tokens=2) == 256
+  assert collectives.row_width((1,), 16, 4, 8, jnp.float32) == 64
+  assert collectives.row_width((1, 2, 4, 8, 16), 16, 4, 8, jnp.float32, row_tokens=16) == 128
+
+
+@pytest.mark.parametrize('nodes,heads,kv,width,dtype,expected', [
+  (4, 32, 8, 128, 'bfloat16', 2),  # one head of 256 bytes at SP32
+  (1, 32, 8, 128, 'bfloat16', 1),  # 4 + 2 and 4 heads at SP8
+  (2, 16, 4, 8, 'float32', 16),  # one head of 32 bytes at SP16
+  (2, 48, 16, 80, 'bfloat16', 16),  # a head of 160 bytes, 5 times 32
+])  # fmt: skip
+def test_ranks_hold_whole_rows_on_tpu(nodes, heads, kv, width, dtype, expected):
+  model = ModelConfig(num_heads=heads, num_kv_heads=kv, head_dim=width, compute_dtype=dtype)
+  planner = PlannerConfig(capacity_tokens=1024)
+  cluster = ClusterConfig(nodes=nodes, platform='tpu')
+  assert cost.row_tokens(cluster, model, planner) == expected
+  assert cost.row_tokens(dataclasses.replace(cluster, platform='auto'), model, planner) == 1
+  if expected > 1:
+    with pytest.raises(ConfigError, match=rf'capacity_tokens = 1023: must be a multiple of {expected}'):
+      cost.row_tokens(cluster, model, dataclasses.replace(planner, capacity_tokens=1023))
 
 
 def test_explicit_ragged_on_the_cpu_is_an_error_and_auto_says_what_it_takes(caplog):

@@ -90,7 +90,7 @@ def test_plan_by_hand():
   assert full.stream_start.tolist() == [0, 4, 8, 11]
   assert (sparse.first_rank.tolist(), sparse.size.tolist()) == ([0, 0, 2, 3], [2, 2, 1, 1])
   assert sparse.stream_start.tolist() == [0, 4, 0, 0]
-  assert full.tokens.tolist() == sparse.tokens.tolist() == PLAN.rank_tokens.tolist()
+  assert full.slots.tolist() == sparse.slots.tolist() == PLAN.rank_tokens.tolist()
   assert (PLAN.scope(FULL), PLAN.scope(SPARSE)) == (DOMAIN, LOCAL)
   assert (PLAN.widest(FULL), PLAN.widest(SPARSE), PLAN.total_tokens) == (4, 2, 11)
   assert PLAN.imbalance == 4 / (11 / 4)
@@ -110,6 +110,24 @@ def test_solo_plan_by_hand():
   only_solo = changed(SOLO, lengths=(3,), sample_ids=(9,), solo=(Group(1, 1, (0,)),),
                       parents=(Group(0, 4),), children=(Group(0, 2), Group(2, 2)))  # fmt: skip
   assert only_solo.validate().rank_tokens.tolist() == [0, 3, 0, 0] and not only_solo.shared_tokens.any()
+
+
+def test_whole_rows_by_hand():
+  """Children of 8 and 3 tokens in rows of 3: a padding slot behind the last token of the first."""
+  solo = (Group(1, 1, (4,)),)
+  plan = changed(PLAN, lengths=(5, 3, 2, 1, 2), sample_ids=(0, 1, 2, 3, 4), solo=solo, mode='solve',
+                 row_tokens=3, capacity_tokens=9).validate()  # fmt: skip
+  assert plan.shared_tokens.tolist() == [3, 5, 3, 0] and plan.shared_slots.tolist() == [3, 6, 3, 0]
+  assert plan.rank_tokens.tolist() == [3, 7, 3, 0] and plan.rank_slots.tolist() == [3, 8, 3, 0]
+  assert plan.layout(FULL).stream_start.tolist() == [0, 3, 9, 12]
+  arrays = packed(plan)
+  assert arrays.full.counts[0].tolist() == [3, 6, 3, 0]
+  assert arrays.full.segments[0, :13].tolist() == [0, 0, 0, 0, 0, 1, 1, 1, -1, 3, 2, 2, -1]
+  assert arrays.segments[1].tolist() == [0, 0, 1, 1, 1, -1, 4, 4, -1]
+  assert plan.with_slots(2).capacity_tokens == 9 and plan.with_slots(1).capacity_tokens == 9
+  for capacity, message in ((8, 'capacity of 8 is not a multiple of 3'), (6, 'rank 1 holds 8 tokens, over')):
+    with pytest.raises(PlanError, match=message):
+      changed(plan, capacity_tokens=capacity).validate()
 
 
 def test_arrays_by_hand():
@@ -180,7 +198,7 @@ def test_solo_samples_are_packed_behind_the_stream():
 
 def test_table_by_hand():
   assert PLAN.table() == (
-    'plan 963c158c295e86e3: mode repack, 4 samples, 11 tokens on 4 ranks x 4 slots, imbalance 1.455\n'
+    'plan 752e59525da7e79c: mode repack, 4 samples, 11 tokens on 4 ranks x 4 slots, imbalance 1.455\n'
     'group                        samples   tokens  a rank  longest\n'
     'parent SP4 @0                      4       11       4        5\n'
     '  child SP2 @0                     2        8       4        5\n'
@@ -203,12 +221,12 @@ def test_table_by_hand():
 
 
 def test_digest_is_pinned_and_the_same_everywhere():
-  assert PLAN.digest() == '963c158c295e86e3'
+  assert PLAN.digest() == '752e59525da7e79c'
   code = 'import test_plan; print(test_plan.PLAN.digest(), hash(test_plan.PLAN) == hash(test_plan.changed()))'
   for seed in ('0', '1234'):
     env = os.environ | {'PYTHONHASHSEED': seed, 'PYTHONPATH': f'{ROOT}{os.pathsep}{ROOT / "tests"}'}
     shown = subprocess.run([sys.executable, '-c', code], env=env, check=True, capture_output=True, text=True)
-    assert shown.stdout.split() == ['963c158c295e86e3', 'True']
+    assert shown.stdout.split() == ['752e59525da7e79c', 'True']
   different = [
     changed(sample_ids=(5, 2, 7, 3)), changed(lengths=(5, 3, 2, 2)), changed(capacity_tokens=5),
     changed(mode='static'), changed(children=(Group(0, 2, (1, 0)), *PLAN.children[1:])),
@@ -319,14 +337,19 @@ def random_plans(number: int):
   rng = np.random.default_rng(number)
   for ranks, node, domain in ((1, 1, 1), (2, 1, 2), (8, 8, 8), (16, 4, 8), (32, 8, 32)):
     solo = 0.7 if number % 2 else 0.0
-    yield cases.random_plan(rng, ranks, 7, domain, ranks_per_node=node, domain_ranks=domain, solo=solo)
+    row = (1, 1, 4)[number % 3]
+    yield cases.random_plan(
+      rng, ranks, 7 * row, domain, ranks_per_node=node, domain_ranks=domain, solo=solo, row_tokens=row
+    )
 
 
 @pytest.mark.parametrize('seed', range(20))
 def test_each_token_is_packed_once(seed):
   for plan in random_plans(seed):
     arrays = packed(plan)
-    held = np.arange(plan.capacity_tokens) < plan.rank_tokens[:, None]
+    held = arrays.segments >= 0
+    assert held.sum(axis=1).tolist() == plan.rank_tokens.tolist()
+    assert not held[np.arange(plan.capacity_tokens) >= plan.rank_slots[:, None]].any()
     assert (arrays.segments[~held] == PADDING_SEGMENT).all() and (arrays.targets[~held] == NO_TARGET).all()
     assert (arrays.tokens[~held] == 0).all() and (arrays.positions[~held] == 0).all()
     documents = [document(number, length) for number, length in enumerate(plan.lengths)]
@@ -348,14 +371,14 @@ def test_routes_say_who_holds_what(seed):
       scope = plan.ranks_per_node if plan.scope(kind) == LOCAL else plan.domain_ranks
       for rank in range(plan.num_ranks):
         size, place = 1 << route.log2_size[rank], route.place[rank]
-        assert size == layout.size[rank] and route.counts[rank, place] == plan.shared_tokens[rank]
+        assert size == layout.size[rank] and route.counts[rank, place] == plan.shared_slots[rank]
         assert rank // scope * scope + route.first[rank] + place == rank
         assert (route.counts[rank, size:] == 0).all()
         # What the rank holds is one contiguous run of its group's stream.
         start = route.counts[rank, :place].sum()
         assert start == layout.stream_start[rank]
-        mine = route.segments[rank, start : start + plan.shared_tokens[rank]]
-        assert mine.tolist() == arrays.segments[rank, : plan.shared_tokens[rank]].tolist()
+        mine = route.segments[rank, start : start + plan.shared_slots[rank]]
+        assert mine.tolist() == arrays.segments[rank, : plan.shared_slots[rank]].tolist()
         assert (route.segments[rank, route.counts[rank].sum() :] == PADDING_SEGMENT).all()
 
 

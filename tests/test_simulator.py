@@ -485,7 +485,7 @@ def test_bytes_between_nodes_are_those_of_the_metrics(mesh):
     # In all, a token of a group goes to each of its peers.
     for kind, name in ((FULL, 'full exchange'), (SPARSE, 'sparse exchange')):
       layouts = [plan.layout(kind) for plan in plans]
-      sent = sum((x.tokens * (x.size - 1) * bytes_per_peer(model, x.size)).sum() for x in layouts)
+      sent = sum((x.slots * (x.size - 1) * bytes_per_peer(model, x.size)).sum() for x in layouts)
       found = sum(link.sum() for link in step.sent[name])
       assert found == pytest.approx(2 * model.layer_kinds.count(kind) * int(sent))
 

@@ -16,10 +16,19 @@ from collections.abc import Callable
 
 import chex
 import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
-from repack_jax.attention import blockwise, reference
+from repack_jax.attention import blockwise, cudnn, pallas_tpu, reference
+from repack_jax.checks import ConfigError
+
+KEPT = 'kept'  # the name of what remat must keep, so that no core and no exchange runs twice
 
 _log = logging.getLogger(__name__)
+
+
+def _serves_all(platform: str, dtype: jnp.dtype, head_dim: int) -> None:
+  """The `why_not` of an implementation without limits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,32 +44,48 @@ class AttentionImpl:
       of exponentiated scaled scores, and 0 at padding rows.
     backward: `(q, k, v, segments, window, out, lse, dout [T, h, D])` to `(dq, dk, dv)`, each like its input.
       Neither function is itself differentiable by JAX: use `attention` for that.
+    why_not: `(platform, dtype, head_dim)` to None where it serves such a case, else to the reason in words.
   """
 
   name: str
   forward: Callable[..., tuple[chex.Array, chex.Array]]
   backward: Callable[..., tuple[chex.Array, chex.Array, chex.Array]]
+  why_not: Callable[[str, jnp.dtype, int], str | None]
 
 
 IMPLEMENTATIONS = {
-  'blockwise': AttentionImpl('blockwise', blockwise.forward, blockwise.backward),
-  'reference': AttentionImpl('reference', reference.forward, reference.backward),
+  'pallas_tpu': AttentionImpl('pallas_tpu', pallas_tpu.forward, pallas_tpu.backward, pallas_tpu.why_not),
+  'cudnn': AttentionImpl('cudnn', cudnn.forward, cudnn.backward, cudnn.why_not),
+  'blockwise': AttentionImpl('blockwise', blockwise.forward, blockwise.backward, _serves_all),
+  'reference': AttentionImpl('reference', reference.forward, reference.backward, _serves_all),
 }
+_OF_PLATFORM = {'tpu': 'pallas_tpu', 'gpu': 'cudnn'}  # what `auto` takes where it serves the case
 
 
 def get_attention(name: str) -> AttentionImpl:
-  """Returns the implementation called `name`; 'auto' chooses one and logs which.
+  """Returns the implementation called `name`; raises ValueError where there is none."""
+  if name not in IMPLEMENTATIONS:
+    raise ValueError(f'unknown attention implementation {name!r}; known: {", ".join(IMPLEMENTATIONS)}')
+  return IMPLEMENTATIONS[name]
+
+
+def choose_attention(name: str, platform: str, dtype: jnp.dtype, head_dim: int) -> AttentionImpl:
+  """The implementation for a run, in one log line: an explicit choice stands, `auto` takes the platform's own.
 
   Raises:
-    ValueError: no implementation has that name.
+    ConfigError: where an explicit choice does not serve the case.
   """
-  if name == 'auto':
-    choice = 'blockwise'
-    _log.info("attention: 'auto' chose %r on platform %r", choice, jax.default_backend())
-    return IMPLEMENTATIONS[choice]
-  if name not in IMPLEMENTATIONS:
-    raise ValueError(f'unknown attention implementation {name!r}; known: auto, {", ".join(IMPLEMENTATIONS)}')
-  return IMPLEMENTATIONS[name]
+  if name != 'auto':
+    if reason := get_attention(name).why_not(platform, dtype, head_dim):
+      raise ConfigError(f"TrainConfig.attention = {name!r}: {reason}. Use 'blockwise', or 'auto'")
+    _log.info('attention: %s (as asked, on %s)', name, platform)
+    return get_attention(name)
+  own = _OF_PLATFORM.get(platform)
+  reason = own and IMPLEMENTATIONS[own].why_not(platform, dtype, head_dim)
+  chosen = own if own and not reason else 'blockwise'
+  because = f'; {own} does not serve this: {reason}' if reason else ''
+  _log.info('attention: %s (chosen by auto, on %s%s)', chosen, platform, because)
+  return IMPLEMENTATIONS[chosen]
 
 
 def attention(
@@ -89,7 +114,7 @@ def attention(
     AssertionError: shapes that do not fit together.
   """
   check_arguments(q, k, v, segments, window)
-  return _attention(get_attention(implementation), window, q, k, v, segments)
+  return attend(get_attention(implementation), window, q, k, v, segments)
 
 
 def check_arguments(
@@ -108,18 +133,27 @@ def check_arguments(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(impl: AttentionImpl, window: int | None, q, k, v, segments):
-  return impl.forward(q, k, v, segments, window)[0]
+def attend(
+  impl: AttentionImpl,
+  window: int | None,
+  q: chex.Array,
+  k: chex.Array,
+  v: chex.Array,
+  segments: chex.Array,
+) -> chex.Array:
+  """`attention` without checks, by an implementation at hand."""
+  return _attend_fwd(impl, window, q, k, v, segments)[0]
 
 
-def _attention_fwd(impl, window, q, k, v, segments):
+def _attend_fwd(impl, window, q, k, v, segments):
   out, lse = impl.forward(q, k, v, segments, window)
+  out, lse = checkpoint_name(out, KEPT), checkpoint_name(lse, KEPT)
   return out, (q, k, v, segments, out, lse)
 
 
-def _attention_bwd(impl, window, residuals, dout):
+def _attend_bwd(impl, window, residuals, dout):
   q, k, v, segments, out, lse = residuals
   return (*impl.backward(q, k, v, segments, window, out, lse, dout), None)
 
 
-_attention.defvjp(_attention_fwd, _attention_bwd)
+attend.defvjp(_attend_fwd, _attend_bwd)

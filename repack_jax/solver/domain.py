@@ -36,12 +36,19 @@ class Domain:
     samples: int64 [n], their numbers in the batch, longest first.
     lengths: int64, of the whole batch.
     widest: the widest SP degree allowed.
+    row_tokens: a rank's share of a child is rounded up to a multiple of this (`Plan.row_tokens`).
   """
 
   def __init__(
-    self, samples: np.ndarray, lengths: np.ndarray, widest: int, capacity_tokens: int, cost: CostModel
+    self,
+    samples: np.ndarray,
+    lengths: np.ndarray,
+    widest: int,
+    capacity_tokens: int,
+    row_tokens: int,
+    cost: CostModel,
   ):
-    self.samples, self._widest = samples, widest
+    self.samples, self._widest, self._row_tokens = samples, widest, row_tokens
     self._problem = _problem(lengths[samples], capacity_tokens, cost)
 
   def static(self, degree: int) -> Layouts | None:
@@ -53,7 +60,7 @@ class Domain:
 
   def parents(self) -> search.Groups | None:
     """The best groups of mixed degrees with all layers alike; None where the samples don't fit."""
-    found = self._search(repack=False)
+    found = self._search(self._problem, repack=False)
     return found and found.children
 
   def disabled(self, parents: search.Groups) -> Layouts:
@@ -63,23 +70,30 @@ class Domain:
 
   def repack(self, parents: search.Groups) -> Layouts:
     """Children inside given parents."""
-    found = self._search(repack=True, given=parents)
+    found = self._search(self._problem, repack=True, given=parents)
     assert found is not None, 'a parent can always be its own child'
     return self._layouts(found)
 
   def solve(self) -> Layouts | None:
     """Solo samples, and for the rest parents chosen for their children."""
-    found = self._search(repack=True, use_solo=True)
+    # The search counts tokens; rounding up a rank's share leaves that much less room for its solo samples.
+    problem = self._problem._replace(capacity=self._problem.capacity - (self._row_tokens - 1))
+    if self._problem.tokens.max(initial=0) > self._widest * problem.capacity:
+      return None
+    found = self._search(problem, repack=True, use_solo=True)
     return found and self._layouts(found)
 
   def _empty(self) -> search.Layout:
     return search.empty_layout(self._problem.ranks, len(self.samples))
 
   def _search(
-    self, repack: bool, use_solo: bool = False, given: search.Groups | None = None
+    self,
+    problem: search.Problem,
+    repack: bool,
+    use_solo: bool = False,
+    given: search.Groups | None = None,
   ) -> search.Layout | None:
     """Searches over bundles, places every sample by the degrees found, then moves single samples."""
-    problem = self._problem
     bundle_of, few = _bundled(problem, None if given is None else given.of)
     few_parents = search.empty_groups(few.ranks, len(few.tokens))
     if given is not None:

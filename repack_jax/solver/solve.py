@@ -8,7 +8,7 @@ import numpy as np
 
 from repack_jax.cluster import ClusterConfig
 from repack_jax.config import FULL, ModelConfig, PlannerConfig, allowed_sp_degrees
-from repack_jax.cost import CostModel
+from repack_jax.cost import CostModel, row_tokens
 from repack_jax.plan import Group, Plan, PlanError
 from repack_jax.simulator import simulate
 from repack_jax.solver.domain import Domain, Layouts
@@ -76,6 +76,7 @@ class _Batch:
     config: PlannerConfig,
     degrees: Sequence[int],
   ):
+    self.row_tokens = row_tokens(cluster, model, config)
     self.lengths, self.cluster, self.config, self.degrees = lengths, cluster, config, degrees
     self.cost = CostModel(cluster, model)
     self.longest_first = np.argsort(-lengths, kind='stable')
@@ -103,7 +104,8 @@ class _Batch:
     return plans
 
   def _domain(self, samples: np.ndarray) -> Domain:
-    return Domain(samples, self.lengths, self.degrees[-1], self.config.capacity_tokens, self.cost)
+    capacity, row = self.config.capacity_tokens, self.row_tokens
+    return Domain(samples, self.lengths, self.degrees[-1], capacity, row, self.cost)
 
   def _plan(self, domains: list[Domain]) -> Plan | None:
     """The plan of a micro-batch in the config's mode: the fastest by prediction of those it allows."""
@@ -158,5 +160,6 @@ class _Batch:
       num_ranks=self.cluster.num_ranks,
       domain_ranks=self.cluster.domain_ranks,
       ranks_per_node=self.cluster.ranks_per_node,
+      row_tokens=self.row_tokens,
     )
     return plan.with_slots(self.config.capacity_step_tokens)
