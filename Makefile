@@ -3,6 +3,8 @@
 # make lint    ruff and mypy
 # make bench   the benchmarks of scripts/
 # make sim     simulates configs/sim/paper_1f3s.gin
+# make compile-check      compiles the training step for TPUs that are not here, and checks it
+# make compile-check-gpu  the same for GPUs (downloads the CUDA compiler, 4 GB)
 #
 # ARGS go to the command: make train ARGS="--set TrainConfig.steps=20"
 
@@ -14,7 +16,7 @@ BIN := .venv/bin
 # Compiled programs are kept between runs.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
-.PHONY: train test lint bench sim setup setup-dev clean
+.PHONY: train test lint bench sim compile-check compile-check-gpu setup setup-dev clean
 
 train: setup
 	$(BIN)/python train.py --config $(CONFIG) $(ARGS)
@@ -36,6 +38,14 @@ bench: setup
 sim: setup
 	$(BIN)/python scripts/simulate.py --config configs/sim/paper_1f3s.gin $(ARGS)
 
+compile-check: .venv/.installed-tpu
+	$(BIN)/python scripts/compile_check.py --config configs/tiny_cpu.gin --topology v5p:2x4x4 $(ARGS)
+	$(BIN)/python scripts/compile_check.py --config configs/moe_1f3s_31b.gin --topology v5p:2x4x4 $(ARGS)
+
+compile-check-gpu: .venv/.installed-gpu
+	$(BIN)/python scripts/compile_check.py --config configs/tiny_cpu.gin --topology h100:4x8 $(ARGS)
+	$(BIN)/python scripts/compile_check.py --config configs/moe_1f3s_31b.gin --topology h200:4x8 $(ARGS)
+
 setup: .venv/.installed
 setup-dev: .venv/.installed-dev
 
@@ -49,6 +59,14 @@ setup-dev: .venv/.installed-dev
 
 .venv/.installed-dev: requirements-dev.txt .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+.venv/.installed-tpu: requirements-tpu.txt .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-tpu.txt
+	touch $@
+
+.venv/.installed-gpu: requirements-gpu.txt .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-gpu.txt
 	touch $@
 
 clean:

@@ -86,6 +86,8 @@ class Setup:
       'mesh: data %d x node %d x local %d on %s',
       *self.mesh.devices.shape, self.mesh.devices.flat[0].device_kind,
     )  # fmt: skip
+    if self.run.cluster.platform == 'gpu':
+      log.info('XLA_FLAGS: %s', os.environ['XLA_FLAGS'])
 
   def planned_steps(self, data_state: dict[str, int] | None, draw: Any = None) -> Iterator[Any]:
     from repack_jax.arrays import pack
@@ -260,7 +262,8 @@ def dry_run(run: RunConfig) -> int:
   )
   print(planned.plans[0].table())
   print('\ncompiling the first step ...')
-  for name, value in setup.step.memory_bytes(planned.plans[0], planned.arrays[0]).items():
+  compiled = setup.step.lowered(planned.plans[0].program)['accumulate'].compile()
+  for name, value in setup.step.memory_bytes(compiled).items():
     print(f'{name}: {value:,} a rank')
   return 0
 

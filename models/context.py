@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from models.grouped import choose_grouped
 from repack_jax.arrays import PlanArrays
 from repack_jax.attention import AttentionImpl, choose_attention
 from repack_jax.collectives import Exchange, choose_implementation, row_width
@@ -27,6 +28,7 @@ class StepContext:
   Attributes:
     exchange: the exchange of full (`F`) and of sparse (`S`) layers.
     expert_ranks: ranks that the experts are spread over, 1 where each rank has them all.
+    grouped: how their products are computed, as `grouped.grouped_matmul` takes it.
     has_solo: whether plans have samples that take no part in exchanges.
   """
 
@@ -34,6 +36,7 @@ class StepContext:
   exchange: Mapping[str, Exchange]
   attention: AttentionImpl
   expert_ranks: int
+  grouped: str
   has_solo: bool
 
   @property
@@ -73,6 +76,7 @@ class Contexts:
     self.implementation = choose_implementation(run.train.exchange, platform)
     dtype = jnp.dtype(run.model.compute_dtype)
     self.attention = choose_attention(run.train.attention, platform, dtype, run.model.head_dim)
+    self.grouped = choose_grouped(run.train.grouped, platform) if run.model.num_experts else ''
     cluster = dataclasses.replace(run.cluster, platform=platform)
     self.row_tokens = row_tokens(cluster, run.model, run.planner)
     spread = run.model.expert_placement == 'spread'
@@ -106,5 +110,6 @@ class Contexts:
       },
       attention=self.attention,
       expert_ranks=self.expert_ranks,
+      grouped=self.grouped,
       has_solo=program.has_solo,
     )

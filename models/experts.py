@@ -18,6 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from models.context import StepContext
+from models.grouped import grouped_matmul
 from models.layers import GatedMLP, normal_param
 from repack_jax.attention import KEPT
 from repack_jax.collectives import exchange_blocks
@@ -102,7 +103,7 @@ class Experts(nnx.Module):
     order = jnp.argsort(chosen, stable=True)  # by expert; padding last
     place = jnp.argsort(order)  # of each assignment in that order
     if ctx.expert_ranks == 1:
-      rows = self._grouped(x[order // k], counts)
+      rows = self._grouped(x[order // k], counts, ctx)
       return jnp.where((chosen < self.config.num_experts)[:, None], rows[place], 0), jnp.int32(0)
 
     ranks, per_rank = ctx.expert_ranks, self.config.num_experts // ctx.expert_ranks
@@ -118,7 +119,7 @@ class Experts(nnx.Module):
     theirs = lax.all_to_all(kept, LOCAL_AXIS, split_axis=0, concat_axis=0)  # [L, E/L], a few integers
     received = exchange_blocks(LOCAL_AXIS, ctx.implementation, blocks, sent, theirs.sum(axis=1))
     received = checkpoint_name(received, KEPT)
-    outputs = self._grouped_by_block(received, theirs)
+    outputs = self._grouped_by_block(received, theirs, ctx)
     returned = exchange_blocks(LOCAL_AXIS, ctx.implementation, outputs, theirs.sum(axis=1), sent)
     returned = checkpoint_name(returned, KEPT)
 
@@ -128,20 +129,19 @@ class Experts(nnx.Module):
     rows = returned[rank, jnp.where(made_it, row, 0)]
     return jnp.where(made_it[:, None], rows, 0), counts.sum() - sent.sum()
 
-  def _grouped_by_block(self, blocks: jax.Array, counts: jax.Array) -> jax.Array:
+  def _grouped_by_block(self, blocks: jax.Array, counts: jax.Array, ctx: StepContext) -> jax.Array:
     """Expert outputs of rows [L, C, d], of which block i holds counts[i] [E/L] rows of each local expert."""
     ends = jnp.cumsum(counts, axis=1)
     expert = (jnp.arange(blocks.shape[1])[None, :, None] >= ends[:, None, :]).sum(axis=-1)
     order = jnp.argsort(expert.reshape(-1), stable=True)
-    rows = self._grouped(blocks.reshape(-1, blocks.shape[2])[order], counts.sum(axis=0))
+    rows = self._grouped(blocks.reshape(-1, blocks.shape[2])[order], counts.sum(axis=0), ctx)
     return rows[jnp.argsort(order)].reshape(blocks.shape)
 
-  def _grouped(self, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+  def _grouped(self, rows: jax.Array, sizes: jax.Array, ctx: StepContext) -> jax.Array:
     """Expert outputs of rows sorted by expert; rows past the sum of sizes come out as zero."""
-    inside = (jnp.arange(rows.shape[0]) < sizes.sum())[:, None]
 
     def product(x: jax.Array, weights: jax.Array) -> jax.Array:
-      return jnp.where(inside, lax.ragged_dot(x, weights, sizes.astype(jnp.int32)), 0)
+      return grouped_matmul(ctx.grouped, x, weights, sizes.astype(jnp.int32))
 
     hidden = jax.nn.silu(product(rows, self.expert_gate[...])) * product(rows, self.expert_up[...])
     return product(hidden, self.expert_down[...])

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 from models.context import Contexts, scope_degrees
 from models.parameters import leaf_name, reduce_gradients
 from models.transformer import LossSums, init_parameters, loss_sums, parameter_specs
-from repack_jax.arrays import PlanArrays
+from repack_jax.arrays import PlanArrays, Route
 from repack_jax.config import FULL, SPARSE, OptimizerConfig, RunConfig
 from repack_jax.mesh import ALL_AXES, RANK_BLOCKS, REPLICATED, sharding
 from repack_jax.plan import Plan, Program
@@ -193,12 +193,32 @@ class TrainStep:
     """The step's update from its sums; both are donated. Also returns zeroed sums for the next step."""
     return self._update(state, sums, jnp.float32(max(1, target_tokens)))
 
-  def memory_bytes(self, plan: Plan, arrays: PlanArrays) -> dict[str, int]:
-    """Compiles the forward and backward program for a plan; what it and the state take a rank."""
-    state = self.state_shapes()
+  def lowered(self, program: Program) -> dict[str, jax.stages.Lowered]:
+    """The step's two programs, `accumulate` and `update`, for compiling ahead of any data."""
+    state, arrays = self.state_shapes(), self._array_shapes(program)
     sums = _placed(jax.eval_shape(self._zero_sums), self._sums_shardings)
-    lowered = self._accumulate.lower(state.params, state.expert_load, sums, arrays, program=plan.program)
-    analysis = lowered.compile().memory_analysis()
+    tokens = jax.ShapeDtypeStruct((), jnp.float32)
+    return {
+      'accumulate': self._accumulate.lower(state.params, state.expert_load, sums, arrays, program=program),
+      'update': self._update.lower(state, sums, tokens),
+    }
+
+  def _array_shapes(self, program: Program) -> PlanArrays:
+    ranks, slots = self.run.cluster.num_ranks, program.capacity_tokens
+
+    def shape(*dims: int) -> jax.ShapeDtypeStruct:
+      return jax.ShapeDtypeStruct((ranks, *dims), jnp.int32, sharding=sharding(self.mesh, RANK_BLOCKS))
+
+    def route(scope: str) -> Route:
+      exchange = self.contexts.exchange(scope, slots)
+      return Route(shape(), shape(), shape(), shape(exchange.scope_ranks), shape(exchange.widest * slots))
+
+    token_arrays = (shape(slots) for _ in range(4))
+    return PlanArrays(*token_arrays, route(program.full_scope), route(program.sparse_scope))
+
+  def memory_bytes(self, compiled: jax.stages.Compiled) -> dict[str, int]:
+    """What a rank holds while the compiled `accumulate` runs."""
+    state, analysis = self.state_shapes(), compiled.memory_analysis()
 
     def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
       assert leaf.sharding is not None
@@ -208,7 +228,8 @@ class TrainStep:
     sizes = {name: sum(map(shard_bytes, jax.tree.leaves(tree))) for name, tree in parts.items()}
     return sizes | {
       'gradients_bytes': sizes['parameters_bytes'],
-      'activations_and_buffers_bytes': analysis.temp_size_in_bytes,
+      'activations_and_buffers_bytes': analysis.peak_memory_in_bytes - analysis.argument_size_in_bytes,
+      'program_bytes': analysis.generated_code_size_in_bytes,
     }
 
   def gradients(self, params: Tree, load: jax.Array, arrays: PlanArrays, program: Program) -> Sums:

@@ -29,10 +29,11 @@ from models.loss import token_losses
 from models.parameters import EXPERT_NAMES, gather_parameters, leaf_name, save_all_but_gathered
 from repack_jax.arrays import PlanArrays
 from repack_jax.attention import KEPT
-from repack_jax.config import FULL, ModelConfig
+from repack_jax.config import FULL, SPARSE, ModelConfig
 from repack_jax.mesh import parameter_spec
 
 Tree = Any
+LAYER_SCOPES = {FULL: 'full_layer', SPARSE: 'sparse_layer'}  # in profiles and compiled programs
 
 
 class LossSums(NamedTuple):
@@ -70,15 +71,16 @@ class Layer(nnx.Module):
     self, x: jax.Array, load: jax.Array, batch: PlanArrays, ctx: StepContext
   ) -> tuple[jax.Array, ExpertStats]:
     """x [T, d], load float32 [E] -> ([T, d], stats)."""
-    with jax.named_scope('full_attention' if self.kind == FULL else 'sparse_attention'):
-      x = x + self.attention(self.attention_norm(x), batch, ctx)
-    with jax.named_scope('feed_forward'):
-      y = self.feed_forward_norm(x)
-      if hasattr(self, 'experts'):
-        y, stats = self.experts(y, batch.segments >= 0, load, ctx)
-      else:
-        y, stats = self.dense(y), _no_experts(self.config)
-      return x + y, stats
+    with jax.named_scope(LAYER_SCOPES[self.kind]):
+      with jax.named_scope('attention'):
+        x = x + self.attention(self.attention_norm(x), batch, ctx)
+      with jax.named_scope('feed_forward'):
+        y = self.feed_forward_norm(x)
+        if hasattr(self, 'experts'):
+          y, stats = self.experts(y, batch.segments >= 0, load, ctx)
+        else:
+          y, stats = self.dense(y), _no_experts(self.config)
+        return x + y, stats
 
 
 def _no_experts(config: ModelConfig) -> ExpertStats:

@@ -251,8 +251,10 @@ class TrainConfig:
     draw_every_steps: a page with the plan of every so manieth step goes to the workdir; 0 draws none.
     exchange: `ragged` (one native ragged all-to-all; TPU and GPU), `dense` (padded all-to-all; runs
       everywhere) or `auto` (ragged where the backend has it).
-    attention: `pallas_tpu`, `cudnn` (bfloat16 on GPU), `blockwise` (portable), `reference` (dense mask; tests)
-      or `auto` (the platform's own where it serves the model, else blockwise).
+    attention: `pallas_tpu`, `cudnn` (bfloat16 on GPU), `blockwise` (portable), `reference` (dense mask, for
+      tests) or `auto` (the platform's own where it serves the model, else blockwise).
+    grouped: the experts' products: `ragged_dot` (XLA's: a grouped kernel on TPU, mostly dense elsewhere),
+      `blocks` (a loop over rows of one expert) or `auto` (ragged_dot on TPU, else blocks).
   """
 
   steps: int = 100
@@ -262,6 +264,7 @@ class TrainConfig:
   draw_every_steps: int = 0
   exchange: str = 'auto'
   attention: str = 'auto'
+  grouped: str = 'auto'
 
   def __post_init__(self) -> None:
     check_types(self)
@@ -269,6 +272,7 @@ class TrainConfig:
       self,
       exchange=('auto', 'ragged', 'dense'),
       attention=('auto', 'pallas_tpu', 'cudnn', 'blockwise', 'reference'),
+      grouped=('auto', 'ragged_dot', 'blocks'),
     )
     check_min(self, 1, 'steps', 'keep_checkpoints')
     check_min(self, 0, 'seed', 'checkpoint_every', 'draw_every_steps')

@@ -65,7 +65,7 @@ def row_tokens(cluster: ClusterConfig, model: ModelConfig, planner: PlannerConfi
   row = PADDED_ROW_BYTES // common
   require(
     planner.capacity_tokens % row == 0, 'PlannerConfig.capacity_tokens', planner.capacity_tokens,
-    f'must be a multiple of {row}, so that what a rank sends fills whole rows of {PADDED_ROW_BYTES} bytes on a TPU',
+    f'must be a multiple of {row}, so that what a rank of a TPU sends fills rows of {PADDED_ROW_BYTES} bytes',
   )  # fmt: skip
   return row
 

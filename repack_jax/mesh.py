@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from repack_jax.checks import ConfigError
 from repack_jax.config import ClusterConfig, RunConfig
 from repack_jax.plan import LOCAL
+from repack_jax.xla_flags import with_gpu_flags
 
 DATA, NODE, LOCAL_AXIS = 'data', 'node', 'local'
 DOMAIN_AXES = (NODE, LOCAL_AXIS)
@@ -35,6 +39,8 @@ def start_devices(cluster: ClusterConfig) -> None:
   another: XLA's limit on that, meant for real deadlocks, is raised.
   """
   flags = os.environ.get('XLA_FLAGS', '')
+  if cluster.platform in ('auto', 'gpu'):
+    flags = with_gpu_flags(flags)
   for kind in ('warn_stuck', 'terminate'):
     name = f'--xla_cpu_collective_call_{kind}_timeout_seconds'
     if name not in flags:
@@ -46,7 +52,7 @@ def start_devices(cluster: ClusterConfig) -> None:
 
 
 def make_mesh(cluster: ClusterConfig) -> Mesh:
-  """The mesh of the config over JAX's devices, in their order (hosts and nodes are consecutive).
+  """The mesh of the config over JAX's devices.
 
   Raises:
     ConfigError: where there are more or fewer devices than ranks, or none of the platform.
@@ -64,14 +70,47 @@ def make_mesh(cluster: ClusterConfig) -> Mesh:
       f'{cluster.ranks_per_node} = {cluster.num_ranks} ranks, but JAX sees {len(devices)} '
       f"{devices[0].platform} devices. Change these to fit, or set ClusterConfig.platform = 'cpu' to emulate"
     )
-  grid = np.asarray(devices[: cluster.num_ranks]).reshape(
-    cluster.domains, cluster.nodes, cluster.ranks_per_node
-  )
+  return mesh_of(devices[: cluster.num_ranks], cluster)
+
+
+def mesh_of(devices: Sequence[Any], cluster: ClusterConfig) -> Mesh:
+  """A mesh of these devices, `local` on the fast link.
+
+  That is a host's devices in JAX's order, or on TPU, where the torus goes on across hosts, blocks of nearest
+  neighbours.
+  """
+  if devices[0].platform == 'tpu':
+    places = [(getattr(device, 'slice_index', 0), *device.coords, device.core_on_chip) for device in devices]
+    devices = [devices[i] for i in neighbour_order(places, cluster.ranks_per_node)]
+  grid = np.asarray(devices).reshape(cluster.domains, cluster.nodes, cluster.ranks_per_node)
   return Mesh(grid, ALL_AXES, axis_types=(AxisType.Auto,) * len(ALL_AXES))
 
 
+def neighbour_order(places: Sequence[tuple[int, ...]], block: int) -> list[int]:
+  """An order of devices in which each `block` in a row are a box of nearest neighbours.
+
+  Of the boxes that tile the torus it takes the one whose two farthest devices are the fewest links apart.
+
+  Args:
+    places: of each device, its slice, its coordinates on the slice's torus and its core on the chip.
+    block: devices of a box, a power of two.
+  """
+  grid = np.asarray(places) - np.min(places, axis=0)
+  size = grid.max(axis=0) + 1
+  boxes = [
+    box for box in np.ndindex(*(size + 1))
+    if math.prod(box) == block and box[0] == 1 and not (size % np.maximum(box, 1)).any()
+  ]  # fmt: skip
+  if not boxes or math.prod(size) != len(places):  # no box divides it: leave JAX's order
+    return list(range(len(places)))
+  # Cores of a chip are no link apart; among equals the box that is longest in the first dimensions.
+  box = np.array(min(boxes, key=lambda box: (sum(box[:-1]), max(box[:-1]), [-n for n in box])))
+  keys = np.concatenate([grid // box, grid % box], axis=1)
+  return [int(i) for i in np.lexsort(keys.T[::-1])]
+
+
 def with_platform(run: RunConfig, mesh: Mesh) -> RunConfig:
-  """The run with the platform of the mesh in its cluster: plans follow what it asks for (`cost.row_tokens`)."""
+  """The run with the mesh's platform in its cluster: plans follow what that asks for (`cost.row_tokens`)."""
   platform = mesh.devices.flat[0].platform
   return dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, platform=platform))
 
@@ -83,8 +122,8 @@ def domain_size(mesh: Mesh) -> int:
 def parameter_spec(shape: tuple[int, ...], expert_axis: int | None, mesh: Mesh) -> PartitionSpec:
   """How a parameter is sharded: over the domain, along its largest dimension that the ranks divide.
 
-  `local` is the major axis, so that gathering over `node` comes first, each rank its own share, and then inside
-  nodes. Spread experts are sharded over `local` along the expert dimension and over `node` along another. A
+  `local` is the major axis: gathering over `node` comes first, each rank its own share, then inside nodes.
+  Spread experts are sharded over `local` along the expert dimension and over `node` along another. A
   parameter with no such dimension is replicated. All copies along `data` are equal.
   """
   entries: list[object] = [None] * len(shape)

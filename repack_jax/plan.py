@@ -95,8 +95,8 @@ class Plan:
     num_ranks, domain_ranks, ranks_per_node: the mesh that the plan is for.
     solo: groups of one rank, ascending, whose samples run on it alone in every layer. They are in no parent
       and no child.
-    row_tokens: a child's ranks hold multiples of so many slots, so that what they send fills whole rows on the
-      wire (`cost.row_tokens`). The slots past a child's last token are padding.
+    row_tokens: a child's ranks hold multiples of so many slots, so that what they send fills whole rows on
+      the wire (`cost.row_tokens`). The slots past a child's last token are padding.
   """
 
   sample_ids: tuple[int, ...]

@@ -162,12 +162,13 @@ def test_profiles(profile):
   assert cluster.inter_node_bytes_per_s == pytest.approx(cluster.intra_node_bytes_per_s / 7.0, rel=0.01)
   assert cluster.matmul_flops_per_s < cluster.peak_flops_per_s
   assert cluster.attention_flops_per_s < cluster.matmul_flops_per_s
-  others = set(bound_fields(str(profile))) - {'ranks_per_node'}
+  others = set(bound_fields(str(profile))) - {'ranks_per_node', 'platform'}
+  assert (cluster.platform == 'tpu') == profile.stem.startswith('tpu')
   assert others == {*COMPUTE, *INTRA, *INTER, 'peak_flops_per_s', 'memory_bytes', 'memory_bytes_per_s'}
 
 
 def test_there_are_profiles_and_a_file_can_include_one():
-  assert [path.stem for path in PROFILES] == ['h100', 'h200', 'tpu_v5p']
+  assert [path.stem for path in PROFILES] == ['h100', 'h200', 'tpu_7x', 'tpu_v5p', 'tpu_v6e']
   Path('clusters').mkdir()
   Path('clusters/h200.gin').write_text(PROFILES[1].read_text())
   Path('run.gin').write_text("include 'clusters/h200.gin'\nClusterConfig.nodes = 4\n")

@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from repack_jax.checks import ConfigError
 from repack_jax.config import FULL, MODES, SPARSE, ClusterConfig, ModelConfig, PlannerConfig
-from repack_jax.cost import CostModel, cross_node_bytes
+from repack_jax.cost import CostModel, cross_node_bytes, row_tokens
 from repack_jax.plan import Group, Plan, PlanError
 from repack_jax.simulator import simulate
 from repack_jax.solver import SampleTooLong, solve, static_degree
@@ -101,6 +102,29 @@ def test_random_batches(mesh, mode):
     check(plans, lengths, mesh, mode, capacity)
     again = plans_of(np.array(lengths), mesh, mode, capacity)
     assert [plan.digest() for plan in plans] == [plan.digest() for plan in again]
+
+
+@pytest.mark.parametrize('mode', MODES)
+def test_plans_for_a_tpu_hold_whole_rows(mode):
+  """Ranks full to the last slot among them."""
+  rng = np.random.default_rng(sum(map(ord, mode)))
+  cluster = dataclasses.replace(cluster_of('four nodes'), platform='tpu')
+  row = row_tokens(cluster, MODEL, PlannerConfig(capacity_tokens=1024))
+  assert row > 1
+  rounded = 0
+  for number in range(12):
+    capacity = row * int(rng.integers(1, 40))
+    config = PlannerConfig(mode=mode, capacity_tokens=capacity)
+    lengths = random_lengths(rng, cluster.domain_ranks * capacity)
+    if number == 0:
+      lengths = [cluster.domain_ranks * capacity]
+    for plan in solve(lengths, cluster, MODEL, config):
+      plan.validate(MODEL.num_heads, MODEL.num_kv_heads)
+      assert plan.row_tokens == row and plan.capacity_tokens == capacity
+      rounded += int((plan.shared_slots - plan.shared_tokens).sum())
+  assert rounded
+  with pytest.raises(ConfigError, match=f'PlannerConfig.capacity_tokens = {row + 1}: must be a multiple'):
+    solve([3], cluster, MODEL, dataclasses.replace(config, capacity_tokens=row + 1))
 
 
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)

@@ -1,4 +1,4 @@
-"""Attention over packed samples: one interface, a readable oracle, and implementations for TPU, GPU and everywhere."""
+"""Packed attention: an interface, a readable oracle, and what runs on TPU, GPU and everywhere."""
 
 from repack_jax.attention.api import (
   IMPLEMENTATIONS,

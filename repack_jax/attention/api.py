@@ -70,7 +70,7 @@ def get_attention(name: str) -> AttentionImpl:
 
 
 def choose_attention(name: str, platform: str, dtype: jnp.dtype, head_dim: int) -> AttentionImpl:
-  """The implementation for a run, in one log line: an explicit choice stands, `auto` takes the platform's own.
+  """The implementation for a run, logged: an explicit choice stands, `auto` takes the platform's own.
 
   Raises:
     ConfigError: where an explicit choice does not serve the case.

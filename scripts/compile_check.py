@@ -1,0 +1,243 @@
+"""Compiles the training step for a cluster that is not there, and checks what the compiler made of it.
+
+    python scripts/compile_check.py --config configs/tiny_cpu.gin --topology v5p:2x4x4
+    python scripts/compile_check.py --config configs/moe_1f3s_31b.gin --topology h200:4x8
+
+Topologies: TPU v5p:2x4x4, v6e:4x8, tpu7x:2x2x4 (chips); GPU h100:2x8, h100:4x8, h200:4x8 (nodes x GPUs);
+other sizes in the same manner. Nothing runs: collectives, memory and operations are read from the compiled
+program. Bytes are counted for the config's first plan with parents across nodes and children inside them.
+
+Exit codes: 0 all rules hold; 1 one does not; 2 a mistake in the arguments, or the compiler is not installed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from compile_rules import (
+  CORES,
+  Check,
+  byte_checks,
+  classify,
+  exchange_checks,
+  fits,
+  matmul_check,
+  memory_check,
+  parameter_sizes,
+  table,
+)
+
+from repack_jax import command_line, hlo, topology, xla_flags
+from repack_jax.checks import ConfigError
+from repack_jax.compare import plan_lengths
+from repack_jax.config import FULL, SPARSE, RunConfig
+from repack_jax.data.batches import Batcher
+from repack_jax.data.index import index_samples
+from repack_jax.data.lengths import length_batches, read_lengths
+from repack_jax.data.sources import open_source
+from repack_jax.gin_files import load
+from repack_jax.plan import DOMAIN, LOCAL, Plan
+from repack_jax.solver import SampleTooLong
+
+_SEARCHED_BATCHES = 64
+_PROFILES = Path(__file__).resolve().parent.parent / 'configs' / 'clusters'
+
+
+class DoesNotFit(Exception):
+  """A program for which the compiler found no room."""
+
+
+def run_on(run: RunConfig, where: topology.Topology) -> RunConfig:
+  """The run with the topology's shape and memory; its planner's rates stay."""
+  profile = load([str(_PROFILES / where.machine.profile)], []).cluster
+  cluster = dataclasses.replace(
+    run.cluster,
+    platform=where.machine.platform,
+    domains=max(1, where.num_devices // 32),
+    nodes=min(32, where.num_devices) // where.ranks_per_node,
+    ranks_per_node=where.ranks_per_node,
+    memory_bytes=profile.memory_bytes,
+    memory_bytes_per_s=profile.memory_bytes_per_s,
+  )
+  return dataclasses.replace(run, cluster=cluster)
+
+
+def batches_of(run: RunConfig) -> Iterator[Sequence[int]]:
+  """Lengths of the config's batches, from its file of lengths or from its documents."""
+  if run.simulator.lengths:
+    lengths = read_lengths(run.simulator.lengths, run.data.text_field)
+    for batch in length_batches(lengths, run.data, run.simulator):
+      yield batch.tolist()
+  source = open_source(run.data)
+  for documents in Batcher(run.data, source, None, index_samples(source, run.data)):
+    yield [len(sample) for sample in documents.samples]
+
+
+def plan_of(run: RunConfig) -> Plan:
+  """The first plan with parents across nodes, and children inside them where the mode has children."""
+  wanted = {DOMAIN: LOCAL if run.planner.mode in ('repack', 'solve') else DOMAIN}
+  fallback = None
+  for lengths in itertools.islice(batches_of(run), _SEARCHED_BATCHES):
+    try:
+      plans = plan_lengths(run, lengths, run.planner.mode)
+    except SampleTooLong as error:
+      raise ConfigError(str(error)) from None
+    for plan in plans:
+      if wanted.get(plan.scope(FULL)) == plan.scope(SPARSE):
+        return plan
+      if fallback is None or plan.widest(FULL) > fallback.widest(FULL):
+        fallback = plan
+  assert fallback is not None
+  return fallback
+
+
+def compile_step(
+  run: RunConfig, plan: Plan, devices: Sequence[Any]
+) -> tuple[Any, dict[str, Any], dict[str, float]]:
+  """(the step, its compiled programs, seconds that each took).
+
+  Raises:
+    DoesNotFit: where the compiler finds that a program needs more memory than the device has.
+  """
+  import jax
+
+  from models.step import TrainStep
+  from repack_jax.mesh import mesh_of
+
+  step = TrainStep(run, mesh_of(devices, run.cluster))
+  programs, seconds = {}, {}
+  for name, lowered in step.lowered(plan.program).items():
+    begun = time.perf_counter()
+    try:
+      programs[name] = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+      if 'RESOURCE_EXHAUSTED' not in str(error):
+        raise
+      raise DoesNotFit(str(error).splitlines()[0]) from None
+    seconds[name] = time.perf_counter() - begun
+  return step, programs, seconds
+
+
+def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> dict[str, Any]:
+  """The table, the memory and the checks."""
+  import jax
+
+  from models.experts import block_rows
+  from models.grouped import product_rows
+
+  shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(step.state_shapes().params)]
+  # A layer's own out of its stack, whose first two dimensions are repeats and layers.
+  shards += [shape[2:] for shape in shards if len(shape) > 2]
+  cluster = run.cluster
+  sizes = parameter_sizes(shards, cluster.nodes, cluster.ranks_per_node)
+  accumulate, update = (hlo.Program(programs[name].as_text()) for name in ('accumulate', 'update'))
+  found = classify(accumulate.collectives(), sizes)
+  ctx = step.contexts.context(plan.program)
+  buffer_rows = {
+    (kind, site): ctx.exchange[kind].buffer_shape(heads)[0]
+    for kind in (FULL, SPARSE)
+    for site, heads in (
+      ('dispatch', ctx.exchange[kind].dispatch_heads),
+      ('combine', ctx.exchange[kind].combine_heads),
+    )
+  }
+  spread = step.contexts.expert_ranks
+  expert_rows = plan.capacity_tokens * run.model.experts_per_token
+  if spread > 1:
+    expert_rows = spread * block_rows(run.model, plan.capacity_tokens, spread)
+  expert_rows = product_rows(step.contexts.grouped, expert_rows, run.model.num_experts // spread)
+  memory = step.memory_bytes(programs['accumulate'])
+  in_update = classify(update.collectives(), sizes)
+  checks = [
+    *exchange_checks(found, run.model, plan),
+    *byte_checks(found, run.model, plan, buffer_rows),
+    matmul_check(accumulate.matmul_flops(CORES), run, plan.capacity_tokens, expert_rows),
+    memory_check(memory, cluster.memory_bytes),
+  ]
+  return {
+    'rows': table(found, cluster.ranks_per_node),
+    'update_rows': table(in_update, cluster.ranks_per_node),
+    'memory': memory,
+    'checks': checks,
+  }
+
+
+def print_table(title: str, rows: list[dict[str, Any]]) -> None:
+  print(f'\n{title}')
+  print(
+    f'{"layer":<8}{"direction":<11}{"purpose":<23}{"collective":<20}{"times":>6}{"groups":>9}  {"span":<15}'
+    f'{"buffers":>11}  {"overlaps"}'
+  )
+  for row in rows:
+    print(
+      f'{row["layer"]:<8}{row["direction"]:<11}{row["purpose"]:<23}{row["collective"]:<20}{row["times"]:>6}'
+      f'{row["groups"]:>9}  {row["span"]:<15}{row["buffer_bytes"] / 1e6:>8,.1f} MB  '
+      f'{"may" if row["asynchronous"] else "no"}'
+    )
+
+
+def report(checks: Sequence[Check]) -> bool:
+  """Prints each rule; whether all hold."""
+  print()
+  for check in checks:
+    print(f'{"ok    " if check.passed else "FAILED"}  {check.name}: {check.found}')
+    if not check.passed:
+      print(f'        remedy: {check.remedy}')
+  return all(check.passed for check in checks)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+  parser = command_line.described(__doc__)
+  command_line.add_config_arguments(parser, required=True)
+  parser.add_argument(
+    '--topology', required=True, metavar='NAME', help='what to compile for, for example v5p:2x4x4'
+  )
+  parser.add_argument(
+    '--json', type=command_line.output_file, metavar='FILE', help='also write the results here'
+  )
+  args = parser.parse_args(argv)
+  where = topology.parse(args.topology)
+  run = run_on(load(args.config, args.set), where)
+  topology.prepare(where, xla_flags.with_gpu_flags(os.environ.get('XLA_FLAGS', '')))
+  logging.basicConfig(level=logging.INFO, format='%(message)s', stream=sys.stdout)
+  logging.getLogger('jax').setLevel(logging.WARNING)
+  logging.getLogger('absl').setLevel(logging.WARNING)
+
+  plan = plan_of(run)
+  devices = topology.devices(where, run.cluster.memory_bytes, run.cluster.memory_bytes_per_s)
+  print(f'compiling for {where.name}: {len(devices)} devices, {plan.program}', flush=True)
+  try:
+    step, programs, seconds = compile_step(run, plan, devices)
+  except DoesNotFit as error:
+    report([fits(False, str(error))])
+    sys.exit(1)
+  print(', '.join(f'{name} compiled in {s:.1f} s' for name, s in seconds.items()))
+  found = examine(run, plan, step, programs)
+  print_table(
+    'collectives of a micro-batch, forward and backward; buffers of all times together', found['rows']
+  )
+  print_table('collectives of the update', found['update_rows'])
+  print('\nmemory of a device, bytes')
+  for name, size in found['memory'].items():
+    print(f'  {name.removesuffix("_bytes"):<28}{size:>18,}')
+  passed = report(found['checks'])
+  if args.json:
+    found['checks'] = [dataclasses.asdict(check) for check in found['checks']]
+    args.json.write_text(json.dumps({'topology': where.name, 'compile_s': seconds, **found}, indent=1) + '\n')
+  if not passed:
+    sys.exit(1)
+
+
+if __name__ == '__main__':
+  command_line.run(main)

@@ -1,0 +1,220 @@
+"""The TPU kernels of packed attention, interpreted on the CPU, against the reference; and their tiles."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from repack_jax.attention import pallas_tiles, pallas_tpu, reference
+from repack_jax.attention.pallas_tiles import Blocks
+
+TOKENS = 700
+# Three key blocks of two query blocks each, the last of them beyond the last token.
+SMALL = Blocks(query=128, key=256, forward_step=256, backward_step=128)
+
+# All of 700 tokens, so that one compiled program serves them.
+PACKS = {
+  'giant': [700],
+  'one_token_samples': [1] * 700,
+  'short': [7] * 100,
+  'skewed': [1, 450, 3, 2, 140, 1, 103],
+  'on_block_edges': [128, 128, 256, 188],
+  'all_padding': [-700],
+  'padding_head': [-300, 350, 50],
+  'padding_inside': [-3, 140, -330, 70, -1, 156],
+  'padding_tail': [90, 30, -580],
+}
+
+
+def pack(runs: list[int]) -> np.ndarray:
+  """Segments int32 [T] of runs of tokens; a negative run is padding. Sample ids fall: order is not needed."""
+  ids = np.concatenate([np.full(abs(n), -1 if n < 0 else len(runs) - i) for i, n in enumerate(runs)])
+  return ids.astype(np.int32)
+
+
+def tensors(tokens: int, heads: int, kv_heads: int, width: int) -> list[np.ndarray]:
+  """Float32 q, k, v and dout."""
+  rng = np.random.default_rng(0)
+  return [rng.normal(size=(tokens, n, width)).astype(np.float32) for n in (heads, kv_heads, kv_heads, heads)]
+
+
+@functools.cache
+def compiled(name: str, window: int | None, blocks: Blocks | None = None):
+  """Jitted `(q, k, v, segments, dout)` to `(out, lse, dq, dk, dv)`."""
+  if name == 'reference':
+    forward, backward = reference.forward, reference.backward
+  else:
+    forward, backward = (
+      functools.partial(f, blocks=blocks, interpret=True) for f in (pallas_tpu.forward, pallas_tpu.backward)
+    )
+
+  def both(q, k, v, segments, dout):
+    out, lse = forward(q, k, v, segments, window)
+    return out, lse, *backward(q, k, v, segments, window, out, lse, dout)
+
+  return jax.jit(both)
+
+
+def run(name, arrays, segments, window=None, blocks=None, dtype=jnp.float32):
+  """Returns out, lse, dq, dk, dv as float32, and checks their dtypes."""
+  *qkv, dout = (jnp.asarray(x, dtype) for x in arrays)
+  results = compiled(name, window, blocks)(*qkv, jnp.asarray(segments), dout)
+  assert [x.dtype for x in results] == [dtype, jnp.float32, dtype, dtype, dtype]
+  return [np.asarray(x, np.float32) for x in results]
+
+
+def assert_near(results, wanted, tolerance):
+  """Largest difference relative to the largest wanted value, array by array."""
+  for name, got, want in zip(('out', 'lse', 'dq', 'dk', 'dv'), results, wanted, strict=True):
+    assert got.shape == want.shape and np.isfinite(got).all(), name
+    assert np.abs(got - want).max() <= tolerance * max(1, np.abs(want).max()), name
+
+
+@pytest.mark.parametrize('window', [None, 1, 130])
+@pytest.mark.parametrize('runs', PACKS.values(), ids=PACKS)
+def test_packs(runs, window):
+  segments = pack(runs)
+  assert len(segments) == TOKENS
+  arrays = tensors(TOKENS, 2, 1, 16)
+  results = run('pallas', arrays, segments, window, SMALL)
+  assert_near(results, run('reference', arrays, segments, window), 5e-6)
+  for x in results:
+    assert (x[segments < 0] == 0).all()
+
+
+@pytest.mark.parametrize('runs', ['all_padding', 'padding_head', 'padding_inside', 'padding_tail'])
+def test_padding_is_inert(runs):
+  segments = pack(PACKS[runs])
+  clean = tensors(TOKENS, 2, 1, 16)
+  poisoned = [np.where((segments < 0)[:, None, None], np.nan, x) for x in clean]
+  results = (run('pallas', x, segments, 130, SMALL) for x in (clean, poisoned))
+  for a, b in zip(*results, strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+  'heads, kv_heads, width, window', [(1, 1, 8, None), (8, 1, 24, 150), (4, 2, 130, None)]
+)
+def test_heads(heads, kv_heads, width, window):
+  segments = pack([5, 137, 170, -20])
+  arrays = tensors(len(segments), heads, kv_heads, width)
+  results = run('pallas', arrays, segments, window, SMALL)
+  assert_near(results, run('reference', arrays, segments, window), 5e-6)
+
+
+def test_query_heads_that_are_taken_in_turn():
+  segments = pack([60, 70])
+  arrays = tensors(len(segments), 20, 1, 8)
+  geometry = pallas_tiles.geometry_of(*(jnp.asarray(x) for x in arrays[:2]), None, None)
+  assert (geometry.groups, geometry.splits) == (5, 4)
+  assert_near(run('pallas', arrays, segments), run('reference', arrays, segments), 5e-6)
+
+
+def test_bfloat16():
+  segments = pack([5, 337, 70, -20])
+  arrays = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in tensors(len(segments), 4, 2, 32)]
+  wanted = run('reference', arrays, segments, 133)
+  results = run('pallas', arrays, segments, 133, SMALL, jnp.bfloat16)
+  # 8 bits of mantissa: 2^-8 for the rounded result, as much again for the rounded probabilities.
+  assert_near(results, wanted, 2**-7)
+
+
+def test_one_token():
+  segments, arrays = pack([1]), tensors(1, 2, 2, 8)
+  assert_near(run('pallas', arrays, segments), run('reference', arrays, segments), 5e-6)
+
+
+def test_large_scores_do_not_overflow():
+  segments = pack([200, 132])
+  q, k, v, dout = tensors(332, 1, 1, 8)
+  arrays = [q * 100, k * 100, v, dout]
+  wanted = run('reference', arrays, segments)
+  # Scores reach 4e4, where float32 has steps of 4e-3: that much relative error in each probability.
+  for got, want in zip(run('pallas', arrays, segments, None, SMALL), wanted, strict=True):
+    assert np.isfinite(got).all()
+    assert np.abs(got - want).max() <= 1e-2 * np.abs(want).max()
+
+
+def test_two_cores_and_memory_that_nothing_has_written():
+  # JAX's simulator of a TPU: what no kernel has written is NaN, and two cores share the parts of a list.
+  simulator = pltpu.InterpretParams(uninitialized_memory='nan', num_cores_or_threads=2)
+  segments = pack([-3, 140, -100, 57])
+  arrays = [jnp.asarray(x) for x in tensors(len(segments), 2, 1, 16)]
+  args = *arrays[:3], jnp.asarray(segments), 130
+  out, lse = pallas_tpu.forward(*args, blocks=SMALL, interpret=simulator)
+  gradients = pallas_tpu.backward(*args, out, lse, arrays[3], blocks=SMALL, interpret=simulator)
+  results = [np.asarray(x) for x in (out, lse, *gradients)]
+  assert_near(results, run('reference', arrays, segments, 130), 5e-6)
+
+
+def test_plans_are_data():
+  arrays = tensors(TOKENS, 2, 1, 16)
+  for runs in PACKS.values():
+    run('pallas', arrays, pack(runs), 130, SMALL)
+  assert compiled('pallas', 130, SMALL)._cache_size() == 1
+
+
+@functools.cache
+def lists(window: int | None, blocks: Blocks, parts: int):
+  """Jitted segments to `(entries, cuts)` of the list by query block and of the one by key block."""
+  geometry = pallas_tiles.Geometry(blocks, 1, 1, parts, 1.0, jax.lax.Precision.DEFAULT)
+
+  def both(segments):
+    _, _, by_query, by_key = pallas_tiles.tile_lists(segments, window, geometry)
+    return (by_query.tiles, by_query.cuts), (by_key.tiles, by_key.cuts)
+
+  return jax.jit(both)
+
+
+@pytest.mark.parametrize('window', [None, 1, 40, 130])
+@pytest.mark.parametrize(
+  'blocks, parts', [(Blocks(128, 128, 128, 128), 2), (SMALL, 1)], ids=['equal', 'unequal']
+)
+def test_lists_hold_what_is_visible_and_one_tile_for_each_block(blocks, parts, window):
+  limit = pallas_tiles.max_tiles(TOKENS, blocks.query, blocks.key, window)
+  for runs in PACKS.values():
+    segments = pack(runs)
+    segments = np.pad(segments, (0, 768 - TOKENS), constant_values=-1)
+    seen = np.asarray(reference.visible(segments, window))
+    touched = seen.reshape(768 // blocks.query, blocks.query, -1, blocks.key).any((1, 3))
+    for by_query, (entries, cuts) in zip(
+      (True, False), lists(window, blocks, parts)(pack(runs)), strict=True
+    ):
+      assert len(entries) == limit and 0 < cuts[-1] <= limit
+      major, minor = np.asarray(entries)[: cuts[-1]] >> 16, np.asarray(entries)[: cuts[-1]] & 0xFFFF
+      table = touched if by_query else touched.T
+      wanted = {(int(a), int(b)) for a, b in zip(*table.nonzero(), strict=True)}
+      sizes = (blocks.query, blocks.key) if by_query else (blocks.key, blocks.query)
+      wanted |= {(a, a * sizes[0] // sizes[1]) for a in range(len(table)) if not table[a].any()}
+      assert list(zip(major.tolist(), minor.tolist(), strict=True)) == sorted(wanted)
+      assert len(runs) > 1 or runs[0] < 0 or cuts[-1] == limit  # one sample touches all that any pack can
+      # Parts are not empty, and no block is in two.
+      assert (np.diff(cuts) > 0).all() and len(cuts) == parts + 1
+      assert all(major[c - 1] != major[c] for c in np.asarray(cuts)[1:-1])
+
+
+@pytest.mark.parametrize('window', [None, 4096])
+@pytest.mark.parametrize('log2_tokens, groups', [(5, 1), (9, 16), (15, 8), (18, 4), (20, 1), (20, 3)])
+def test_chosen_blocks_fit(log2_tokens, groups, window):
+  for tokens in (2**log2_tokens, 2**log2_tokens + 1):
+    blocks = pallas_tiles.choose_blocks(tokens, groups, 128, 2, window)
+    sizes = (blocks.query, blocks.key, blocks.forward_step, blocks.backward_step)
+    assert all(n >= 128 and n & (n - 1) == 0 for n in sizes) and max(sizes) == blocks.key
+    assert pallas_tiles.max_tiles(tokens, blocks.query, blocks.key, window) * 4 < 0.52 * 2**20
+    assert blocks.key < 2 * max(tokens, 128)
+
+
+def test_too_many_tokens():
+  with pytest.raises(ValueError, match='16777216 tokens on a rank are too many'):
+    pallas_tiles.choose_blocks(2**24, 1, 128, 2, None)
+
+
+def test_what_it_serves():
+  assert pallas_tpu.why_not('tpu', jnp.bfloat16, 128) is None
+  assert pallas_tpu.why_not('tpu', 'float32', 8) is None
+  assert 'platform' in pallas_tpu.why_not('cpu', jnp.bfloat16, 128)
+  assert 'float16' in pallas_tpu.why_not('tpu', jnp.float16, 128)
+  assert '512' in pallas_tpu.why_not('tpu', jnp.bfloat16, 512)

@@ -1,0 +1,233 @@
+"""Reading a compiled program, and the rules for it: programs made by hand, each rule broken once."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import cases
+import numpy as np
+import pytest
+from test_scripts import ROOT
+
+from repack_jax import flops, hlo, topology, xla_flags
+from repack_jax.checks import ConfigError
+from repack_jax.config import FULL, SPARSE, ClusterConfig, ModelConfig, RunConfig
+from repack_jax.cost import cross_node_bytes
+from repack_jax.hlo import Collective
+from repack_jax.mesh import neighbour_order
+
+sys.path.insert(0, str(ROOT / 'scripts'))
+import compile_rules as rules
+
+PROGRAM = (Path(__file__).parent / 'compiled_program.txt').read_text()
+
+
+def test_collectives_of_a_program_by_hand():
+  program = hlo.Program(PROGRAM)
+  assert program.times['inner_body'] == 18 and program.times['wrapped'] == 1
+  by_kind = {}
+  for one in program.collectives():
+    by_kind.setdefault(one.kind, []).append(one)
+  dispatch, lost = by_kind['ragged-all-to-all']
+  assert (dispatch.asynchronous, dispatch.times, dispatch.groups) == (True, 1, ((0, 1), (2, 3)))
+  assert dispatch.scope == 'jit(f)/full_layer/attention/dispatch/ragged_all_to_all'
+  # One that lost its name takes that of what uses it; its bf16 rows of 128 are padded to 512 bytes.
+  assert (lost.asynchronous, lost.times, lost.groups) == (False, 18, ((0, 2), (1, 3)))
+  assert 'sparse_layer/attention/combine' in lost.scope and lost.results[0].row_bytes == (256, 512)
+  (gather,) = by_kind['all-gather']
+  assert gather.asynchronous and gather.groups == ((0, 2), (1, 3))
+  assert [(array.dtype, array.dims) for array in gather.results] == [('f32', (32, 4)), ('s32', (8,))]
+  assert [one.results[0].dims for one in by_kind['all-reduce']] == [(4,)]
+
+
+def test_matrix_products_of_a_program_by_hand():
+  """18 dots outside the cores and one convolution, of 64 x 256 x 512 each."""
+  assert hlo.Program(PROGRAM).matmul_flops(rules.CORES) == 19 * 2 * 64 * 256 * 512
+  assert hlo.Program(PROGRAM).matmul_flops('nothing') == 37 * 2 * 64 * 256 * 512
+
+
+@pytest.mark.parametrize('text,held,taken', [
+  ('f32[640,128]{1,0:T(8,128)}', 512, 512),
+  ('bf16[640,2,128]{2,1,0:T(2,128)(2,1)}', 512, 512),
+  ('bf16[640,1,128]{2,1,0:T(2,128)(2,1)}', 256, 512),
+  ('bf16[640,1,64]{2,1,0:T(2,128)(2,1)}', 128, 512),
+  ('f32[640,16]{1,0}', 64, 64),
+])  # fmt: skip
+def test_rows_as_they_lie_in_memory(text, held, taken):
+  (array,) = hlo.arrays(text)
+  assert array.row_bytes == (held, taken)
+
+
+@pytest.mark.parametrize('text,groups', [
+  ('replica_groups={{0,1,2,3},{4,5,6,7}}, x', ((0, 1, 2, 3), (4, 5, 6, 7))),
+  ('replica_groups=[2,4]<=[8], x', ((0, 1, 2, 3), (4, 5, 6, 7))),
+  ('replica_groups=[4,2]<=[2,4]T(1,0), x', ((0, 4), (1, 5), (2, 6), (3, 7))),
+  ("replica_groups=mesh['node'=2,'local'=4] {'node'}, x", ((0, 4), (1, 5), (2, 6), (3, 7))),
+  ("replica_groups=mesh['node'=2,'local'=4] {'node','local'}, x", (tuple(range(8)),)),
+  ('source_target_pairs={{0,1},{1,0}}, x', ((0, 1), (1, 0))),
+])  # fmt: skip
+def test_groups_in_every_form(text, groups):
+  assert hlo.replica_groups(text) == groups
+
+
+# --- the rules ------------------------------------------------------------------------------------------
+
+MODEL = ModelConfig(num_layers=8, num_heads=16, num_kv_heads=4, head_dim=8, num_experts=0)
+PLAN = cases.wide_plan(16, 8, 32)
+EVERY, NODES = (tuple(range(16)),), (tuple(range(8)), tuple(range(8, 16)))
+ROWS = {(FULL, 'dispatch'): 96, (FULL, 'combine'): 32, (SPARSE, 'dispatch'): 80, (SPARSE, 'combine'): 32}
+
+
+def exchange(kind: str, direction: str, site: str, row: int = 128, **changes: object) -> Collective:
+  """One instruction for all layers of a kind; rows of 128 float32 are 512 bytes."""
+  path = 'jvp()' if direction == 'forward' else 'transpose(jvp())'
+  layer = rules.KINDS[kind]
+  rows = ROWS[kind, site]
+  array = hlo.arrays(f'f32[{rows},1,{row}]{{2,1,0:T(1,128)}}')[0]
+  one = Collective(
+    'ragged-all-to-all', (array,), EVERY if kind == FULL else NODES, False,
+    MODEL.layer_kinds.count(kind), f'{path}/while/{layer}_layer/attention/{site}/cond',
+  )  # fmt: skip
+  return dataclasses.replace(one, **changes)
+
+
+GOOD = [
+  exchange(kind, direction, site)
+  for kind in (FULL, SPARSE) for direction in ('forward', 'backward') for site in ('dispatch', 'combine')
+]  # fmt: skip
+
+
+def gathered(text: str, groups: tuple, scope: str = 'jit(f)/while') -> Collective:
+  return Collective('all-gather', tuple(hlo.arrays(text)), groups, False, 3, scope)
+
+
+def failed(collectives: list[Collective]) -> set[str]:
+  sizes = rules.parameter_sizes([(64, 8)], nodes=2, local=8)
+  found = rules.classify(collectives, sizes)
+  checks = rules.exchange_checks(found, MODEL, PLAN) + rules.byte_checks(found, MODEL, PLAN, ROWS)
+  assert all(check.found and check.remedy for check in checks)
+  return {check.name for check in checks if not check.passed}
+
+
+COUNT = 'two ragged-all-to-all a layer and direction: attention exchange'
+MOVED, ACROSS = "bytes moved are the plan's", "bytes moved across nodes are the plan's"
+STRAY, STAY = 'no other collective on activations', "sparse layers' exchanges stay inside nodes"
+
+
+def test_a_good_step_breaks_no_rule():
+  parameters = gathered('(f32[64,64], f32[1024,8], f32[64,8])', EVERY)
+  sums = Collective('all-reduce', tuple(hlo.arrays('f32[77]')), EVERY, False, 1, 'jit(f)/psum')
+  metadata = Collective(
+    'all-to-all', tuple(hlo.arrays('s64[4,8,4]')), EVERY, False, 9, 'jit(f)/full_layer/attention'
+  )
+  assert failed([*GOOD, parameters, sums, metadata]) == set()
+  rows = rules.table(rules.classify(GOOD, {1}), 8)
+  assert [(row['layer'], row['direction'], row['times'], row['span']) for row in rows] == [
+    ('full', 'forward', 4, 'across nodes'), ('full', 'backward', 4, 'across nodes'),
+    ('sparse', 'forward', 12, 'inside a node'), ('sparse', 'backward', 12, 'inside a node'),
+  ]  # fmt: skip
+
+
+@pytest.mark.parametrize('change,broken', [
+  (lambda good: good[1:], {COUNT, MOVED, ACROSS}),
+  (lambda good: [*good, good[4]], {COUNT, MOVED}),  # remat that repeats a sparse exchange
+  (lambda good: [dataclasses.replace(one, groups=EVERY) for one in good], {STAY}),
+  (lambda good: [exchange(SPARSE, 'forward', 'dispatch', row=64), *good[:4], *good[5:]], {MOVED}),
+  (lambda good: [*good, gathered('f32[3072,128]', EVERY)], {STRAY, MOVED, ACROSS}),
+  (lambda good: [*good, gathered('(f32[64,64], f32[96,99])', EVERY)], {STRAY, MOVED, ACROSS}),
+  (lambda good: [*good, Collective('all-to-all', tuple(hlo.arrays('s32[16]')), EVERY, False, 1,
+                                   'jit(f)/full_layer/attention/all_to_all')],
+   {'no exchange of offsets of our own'}),
+], ids=['one lost', 'one repeated', 'all across nodes', 'padded rows', 'gathered', 'gathered in passing',
+        'own offsets'])  # fmt: skip
+def test_each_rule_broken(change, broken):
+  assert failed(change(list(GOOD))) == broken
+
+
+def test_expert_exchanges_are_counted_apart():
+  model = dataclasses.replace(MODEL, num_experts=8)
+  experts = [
+    dataclasses.replace(exchange(kind, direction, 'dispatch', groups=NODES),
+                        times=2 * model.layer_kinds.count(kind),
+                        scope=f'{path}/{rules.KINDS[kind]}_layer/feed_forward/ragged')
+    for kind in (FULL, SPARSE) for direction, path in (('forward', 'jvp()'), ('backward', 'transpose(jvp())'))
+  ]  # fmt: skip
+  names = [
+    check.name
+    for check in rules.exchange_checks(rules.classify(GOOD + experts, {1}), model, PLAN)
+    if not check.passed
+  ]
+  assert names == []
+  again = rules.exchange_checks(rules.classify(GOOD + experts + experts[:1], {1}), model, PLAN)
+  assert [check.name for check in again if not check.passed] == [COUNT.replace('attention', 'expert')]
+
+
+def test_bytes_of_a_plan_are_those_of_the_metrics():
+  moved = rules.plan_bytes(PLAN, MODEL)
+  layers = {kind: MODEL.layer_kinds.count(kind) for kind in (FULL, SPARSE)}
+  across = sum(2 * layers[kind] * one.cross_node for (kind, _), one in moved.items())
+  assert across == cross_node_bytes(PLAN, MODEL) > 0
+  assert moved[SPARSE, 'dispatch'].cross_node == 0 < moved[SPARSE, 'dispatch'].total
+
+
+def test_memory_and_products_against_what_they_may_be():
+  assert rules.memory_check({'a': 60, 'b': 40}, 100).passed and not rules.memory_check({'a': 101}, 100).passed
+  model = dataclasses.replace(MODEL, num_experts=8, remat='none')
+  run = RunConfig(cluster=ClusterConfig(), model=model)
+  slots = 64
+  own = 3 * slots * flops.linear_flops_per_token(model) + slots * flops.logits_flops_per_token(model)
+  rows = slots * model.experts_per_token
+  assert rules.matmul_check(own, run, slots, rows).passed
+  dense = own + 3 * slots * 3 * sum(flops.routed_flops_per_token(model, layer) for layer in range(8))
+  assert not rules.matmul_check(dense, run, slots, rows).passed  # all 8 experts for each token, not 2
+  assert rules.matmul_check(dense, run, slots, 4 * rows).passed  # as many as buffers have room for
+
+
+# --- machines that are not there ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name,devices,node', [
+  ('v5p:2x4x4', 32, 8), ('v6e:4x8', 32, 8), ('tpu7x:2x2x4', 32, 8), ('h100:2x8', 16, 8), ('h200:4x8', 32, 8),
+])  # fmt: skip
+def test_topologies(name, devices, node):
+  found = topology.parse(name)
+  assert (found.num_devices, found.ranks_per_node) == (devices, node)
+
+
+@pytest.mark.parametrize(
+  'name', ['v4:2x2x1', 'v5p', 'v5p:4x8', 'h100:8', 'h100:3x8', 'v5p:2x0x4', 'h100:axb']
+)
+def test_unknown_topologies(name):
+  with pytest.raises(ConfigError, match=f'--topology {name}: '):
+    topology.parse(name)
+
+
+@pytest.mark.parametrize('size,cores,box', [
+  ((2, 4, 4), 1, (2, 2, 2, 1)), ((4, 8, 1), 1, (4, 2, 1, 1)), ((2, 2, 4), 2, (2, 2, 1, 2)),
+  ((4, 4, 4), 1, (2, 2, 2, 1)),
+])  # fmt: skip
+def test_local_ranks_are_neighbours(size, cores, box):
+  """Each 8 ranks in a row fill a box, whatever order JAX has the devices in."""
+  x, y, z = size
+  places = [(0, i, j, k, core) for k in range(z) for j in range(y) for i in range(x) for core in range(cores)]
+  np.random.default_rng(0).shuffle(places)
+  order = neighbour_order(places, 8)
+  assert sorted(order) == list(range(len(places)))
+  for first in range(0, len(places), 8):
+    block = np.array([places[i] for i in order[first : first + 8]])
+    assert (np.ptp(block, axis=0)[1:] + 1).tolist() == list(box)
+
+
+def test_neighbours_stay_in_their_slice():
+  places = [(s, i, j, 0, 0) for i in range(2) for j in range(4) for s in range(2)]
+  blocks = np.array([places[i] for i in neighbour_order(places, 4)]).reshape(4, 4, 5)
+  assert (np.ptp(blocks, axis=1)[:, 0] == 0).all()
+
+
+def test_flags_that_keep_the_exchange_native(caplog):
+  native, one_shot = xla_flags.GPU_FLAGS
+  flags = xla_flags.with_gpu_flags('--xla_other=1')
+  assert flags == f'--xla_other=1 --{native}=false --{one_shot}=false'
+  assert xla_flags.with_gpu_flags(flags) == flags and not caplog.records
+  assert xla_flags.with_gpu_flags(f'--{native}=true').startswith(f'--{native}=true')
+  assert f'--{native}=true' in caplog.text and 'leave it out' in caplog.text
