@@ -79,9 +79,8 @@ class Setup:
     self.source = open_source(run.data)
     self.index = index_samples(self.source, run.data)
     self.mesh = meshes.make_mesh(run.cluster)
-    # From here on the planner and the programs know the platform that `auto` found.
-    self.run = run = meshes.with_platform(run, self.mesh)
     self.step = TrainStep(run, self.mesh)
+    self.run = self.step.run
     log.info(
       'mesh: data %d x node %d x local %d on %s',
       *self.mesh.devices.shape, self.mesh.devices.flat[0].device_kind,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -77,8 +76,7 @@ class Contexts:
     dtype = jnp.dtype(run.model.compute_dtype)
     self.attention = choose_attention(run.train.attention, platform, dtype, run.model.head_dim)
     self.grouped = choose_grouped(run.train.grouped, platform) if run.model.num_experts else ''
-    cluster = dataclasses.replace(run.cluster, platform=platform)
-    self.row_tokens = row_tokens(cluster, run.model, run.planner)
+    self.row_tokens = row_tokens(run.cluster, run.model, run.planner)
     spread = run.model.expert_placement == 'spread'
     self.expert_ranks = mesh.shape[LOCAL_AXIS] if spread else 1
 

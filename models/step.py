@@ -22,7 +22,7 @@ from models.parameters import leaf_name, reduce_gradients
 from models.transformer import LossSums, init_parameters, loss_sums, parameter_specs
 from repack_jax.arrays import PlanArrays, Route
 from repack_jax.config import FULL, SPARSE, OptimizerConfig, RunConfig
-from repack_jax.mesh import ALL_AXES, RANK_BLOCKS, REPLICATED, sharding
+from repack_jax.mesh import ALL_AXES, RANK_BLOCKS, REPLICATED, sharding, with_platform
 from repack_jax.plan import Plan, Program
 
 Tree = Any
@@ -106,11 +106,13 @@ class TrainStep:
   """The compiled programs of a run on a mesh.
 
   Attributes:
+    run: the run with the mesh's platform in it; plans for this step are made from it.
     specs: a PartitionSpec for each parameter.
     traces: how often each program was traced, which is how often it was compiled.
   """
 
   def __init__(self, run: RunConfig, mesh: Mesh):
+    run = with_platform(run, mesh)
     self.run, self.mesh = run, mesh
     self.contexts = Contexts(run, mesh)
     self.specs = parameter_specs(run.model, self.contexts.expert_ranks, mesh)

@@ -70,9 +70,8 @@ class Shapes:
   check_tokens: int = 9000  # three buckets of `cudnn`, one of which takes two calls; no multiple of any tile
   check_heads: int = 4
   check_window: int = 500
-  tolerance: float = (
-    2**-6
-  )  # of the largest value: bfloat16 has 8 bits, and probabilities are rounded to it too
+  # Of the largest value: bfloat16 has 8 bits, and probabilities are rounded to it too.
+  tolerance: float = 2**-6
   step_tokens: int = 32768
   experts: int = 64
 
@@ -272,7 +271,7 @@ def time_step(run: RunConfig, samples: list[Sample], steps: int) -> Row:
   """Seconds of whole steps, accumulate and update, after one that compiles."""
   step = TrainStep(run, mesh.make_mesh(run.cluster))
   lengths = [len(sample) for sample in samples]
-  (plan,) = plan_lengths(mesh.with_platform(run, step.mesh), lengths, run.planner.mode)
+  (plan,) = plan_lengths(step.run, lengths, run.planner.mode)
   arrays = step.put(pack(plan, samples, step.widest_degree(plan)))
   targets = sum(int((sample.targets != NO_TARGET).sum()) for sample in samples)
   state, sums, times_s = step.init_state(), step.zero_sums(), []
@@ -288,6 +287,7 @@ def time_step(run: RunConfig, samples: list[Sample], steps: int) -> Row:
   return {
     'attention': step.contexts.attention.name,
     'exchange': step.contexts.implementation,
+    'grouped': step.contexts.grouped,
     'parameters': sum(leaf.size for leaf in jax.tree.leaves(state.params)),
     'compile_s': times_s[0] - step_s,
     'step_s': step_s,

@@ -55,7 +55,7 @@ def mode_rows(run: RunConfig, batches: list, rounds: int) -> list[dict[str, obje
   def make(mode: str):
     prepared = []
     for batch in batches:
-      plans = plan_lengths(run, [len(sample) for sample in batch.samples], mode)
+      plans = plan_lengths(step.run, [len(sample) for sample in batch.samples], mode)
       arrays = [step.put(pack(plan, batch.samples, step.widest_degree(plan))) for plan in plans]
       targets = sum(int((s.targets >= 0).sum()) for s in batch.samples)
       prepared.append((plans, arrays, targets))
@@ -104,7 +104,7 @@ def one_rank_rows(run: RunConfig, batch, rounds: int) -> list[dict[str, object]]
   model = dataclasses.replace(run.model, remat='none')  # remat's names are those of the exchange
   run = dataclasses.replace(run, cluster=cluster, planner=planner, model=model)
   step = TrainStep(run, mesh.make_mesh(cluster))
-  (plan,) = plan_lengths(run, [len(sample) for sample in batch.samples], 'repack')
+  (plan,) = plan_lengths(step.run, [len(sample) for sample in batch.samples], 'repack')
   arrays = step.put(pack(plan, batch.samples, step.widest_degree(plan)))
   state, zeros = step.init_state(), step.zero_sums()
   ctx = step.contexts.context(plan.program)
