@@ -80,10 +80,17 @@ def mesh_of(devices: Sequence[Any], cluster: ClusterConfig) -> Mesh:
   neighbours.
   """
   if devices[0].platform == 'tpu':
-    places = [(getattr(device, 'slice_index', 0), *device.coords, device.core_on_chip) for device in devices]
+    places = [device_place(device) for device in devices]
     devices = [devices[i] for i in neighbour_order(places, cluster.ranks_per_node)]
   grid = np.asarray(devices).reshape(cluster.domains, cluster.nodes, cluster.ranks_per_node)
   return Mesh(grid, ALL_AXES, axis_types=(AxisType.Auto,) * len(ALL_AXES))
+
+
+def device_place(device: Any) -> tuple[int, ...]:
+  """Of a TPU its slice, its coordinates on the slice's torus and its core on the chip; else its host."""
+  if device.platform == 'tpu':
+    return getattr(device, 'slice_index', 0), *device.coords, device.core_on_chip
+  return (device.process_index,)
 
 
 def neighbour_order(places: Sequence[tuple[int, ...]], block: int) -> list[int]:
@@ -92,7 +99,7 @@ def neighbour_order(places: Sequence[tuple[int, ...]], block: int) -> list[int]:
   Of the boxes that tile the torus it takes the one whose two farthest devices are the fewest links apart.
 
   Args:
-    places: of each device, its slice, its coordinates on the slice's torus and its core on the chip.
+    places: of each device, as `device_place` has it.
     block: devices of a box, a power of two.
   """
   grid = np.asarray(places) - np.min(places, axis=0)

@@ -35,11 +35,13 @@ from compile_rules import (
   matmul_check,
   memory_check,
   parameter_sizes,
+  placement_check,
   table,
 )
 
 from repack_jax import command_line, hlo, topology, xla_flags
 from repack_jax.checks import ConfigError
+from repack_jax.cluster import MAX_DOMAIN_RANKS
 from repack_jax.compare import plan_lengths
 from repack_jax.config import FULL, SPARSE, RunConfig
 from repack_jax.data.batches import Batcher
@@ -64,8 +66,8 @@ def run_on(run: RunConfig, where: topology.Topology) -> RunConfig:
   cluster = dataclasses.replace(
     run.cluster,
     platform=where.machine.platform,
-    domains=max(1, where.num_devices // 32),
-    nodes=min(32, where.num_devices) // where.ranks_per_node,
+    domains=max(1, where.num_devices // MAX_DOMAIN_RANKS),
+    nodes=min(MAX_DOMAIN_RANKS, where.num_devices) // where.ranks_per_node,
     ranks_per_node=where.ranks_per_node,
     memory_bytes=profile.memory_bytes,
     memory_bytes_per_s=profile.memory_bytes_per_s,
@@ -86,7 +88,7 @@ def batches_of(run: RunConfig) -> Iterator[Sequence[int]]:
 
 def plan_of(run: RunConfig) -> Plan:
   """The first plan with parents across nodes, and children inside them where the mode has children."""
-  wanted = {DOMAIN: LOCAL if run.planner.mode in ('repack', 'solve') else DOMAIN}
+  wanted = DOMAIN, LOCAL if run.planner.mode in ('repack', 'solve') else DOMAIN
   fallback = None
   for lengths in itertools.islice(batches_of(run), _SEARCHED_BATCHES):
     try:
@@ -94,7 +96,7 @@ def plan_of(run: RunConfig) -> Plan:
     except SampleTooLong as error:
       raise ConfigError(str(error)) from None
     for plan in plans:
-      if wanted.get(plan.scope(FULL)) == plan.scope(SPARSE):
+      if (plan.scope(FULL), plan.scope(SPARSE)) == wanted:
         return plan
       if fallback is None or plan.widest(FULL) > fallback.widest(FULL):
         fallback = plan
@@ -133,14 +135,13 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
   """The table, the memory and the checks."""
   import jax
 
-  from models.experts import block_rows
-  from models.grouped import product_rows
+  from repack_jax.mesh import device_place
 
   shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(step.state_shapes().params)]
   # A layer's own out of its stack, whose first two dimensions are repeats and layers.
   shards += [shape[2:] for shape in shards if len(shape) > 2]
-  cluster = run.cluster
-  sizes = parameter_sizes(shards, cluster.nodes, cluster.ranks_per_node)
+  cluster, node = run.cluster, run.cluster.ranks_per_node
+  sizes = parameter_sizes(shards, cluster.nodes, node)
   accumulate, update = (hlo.Program(programs[name].as_text()) for name in ('accumulate', 'update'))
   found = classify(accumulate.collectives(), sizes)
   ctx = step.contexts.context(plan.program)
@@ -152,25 +153,35 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
       ('combine', ctx.exchange[kind].combine_heads),
     )
   }
-  spread = step.contexts.expert_ranks
-  expert_rows = plan.capacity_tokens * run.model.experts_per_token
-  if spread > 1:
-    expert_rows = spread * block_rows(run.model, plan.capacity_tokens, spread)
-  expert_rows = product_rows(step.contexts.grouped, expert_rows, run.model.num_experts // spread)
   memory = step.memory_bytes(programs['accumulate'])
   in_update = classify(update.collectives(), sizes)
   checks = [
     *exchange_checks(found, run.model, plan),
     *byte_checks(found, run.model, plan, buffer_rows),
-    matmul_check(accumulate.matmul_flops(CORES), run, plan.capacity_tokens, expert_rows),
+    matmul_check(accumulate.matmul_flops(CORES), run, plan.capacity_tokens, expert_rows(step, plan)),
+    placement_check([[device_place(d) for d in local] for local in step.mesh.devices.reshape(-1, node)]),
     memory_check(memory, cluster.memory_bytes),
   ]
   return {
-    'rows': table(found, cluster.ranks_per_node),
-    'update_rows': table(in_update, cluster.ranks_per_node),
+    'rows': table(found, node),
+    'update_rows': table(in_update, node),
     'memory': memory,
     'checks': checks,
   }
+
+
+def expert_rows(step: Any, plan: Plan) -> int:
+  """Rows that a rank's grouped products multiply: those of its buffers, and what blocks lose."""
+  from models.experts import block_rows
+  from models.grouped import product_rows
+
+  model, spread = step.run.model, step.contexts.expert_ranks
+  if not model.num_experts:
+    return 0
+  rows = plan.capacity_tokens * model.experts_per_token
+  if spread > 1:
+    rows = spread * block_rows(model, plan.capacity_tokens, spread)
+  return product_rows(step.contexts.grouped, rows, model.num_experts // spread)
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:

@@ -298,6 +298,22 @@ def matmul_check(counted: int, run: RunConfig, slots: int, expert_rows: int) -> 
   )  # fmt: skip
 
 
+def placement_check(places: Sequence[Sequence[tuple[int, ...]]]) -> Check:
+  """`local` lies on the fast link: each row of it fills a box of the torus, or is one host's.
+
+  Args:
+    places: of each device of each row, as `mesh.device_place` has it.
+  """
+  spans = [np.ptp(row, axis=0) + 1 for row in np.asarray(places)]
+  is_torus = len(spans[0]) > 1
+  good = [np.prod(span) == (len(row) if is_torus else 1) for span, row in zip(spans, places, strict=True)]
+  box = ' x '.join(str(n) for n in spans[0][1:]) if is_torus else 'one host'
+  return Check(
+    '`local` lies on the fast link', all(good), f'{sum(good)} of {len(places)} nodes, the first of {box}',
+    'no box of so many neighbours tiles the topology: set another ClusterConfig.ranks_per_node',
+  )  # fmt: skip
+
+
 def memory_check(sizes: dict[str, int], memory_bytes: float) -> Check:
   """All that a device holds during the step against what it has."""
   total = sum(sizes.values())

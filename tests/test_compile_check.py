@@ -28,7 +28,7 @@ def test_tiny_step_for_a_tpu(tmp_path):
   assert "full_scope='domain', sparse_scope='local'" in process.stdout
   assert 'attention: pallas_tpu (chosen by auto, on tpu)' in process.stdout
   found = json.loads(report.read_text())
-  assert len(found['checks']) == 9 and all(check['passed'] for check in found['checks'])
+  assert len(found['checks']) == 10 and all(check['passed'] for check in found['checks'])
   times = {}
   for row in found['rows']:
     if row['collective'] == 'ragged-all-to-all':

@@ -231,3 +231,11 @@ def test_flags_that_keep_the_exchange_native(caplog):
   assert xla_flags.with_gpu_flags(flags) == flags and not caplog.records
   assert xla_flags.with_gpu_flags(f'--{native}=true').startswith(f'--{native}=true')
   assert f'--{native}=true' in caplog.text and 'leave it out' in caplog.text
+
+
+def test_local_ranks_that_are_no_neighbours_are_found():
+  box = [(0, i, j, 0, 0) for i in range(2) for j in range(2)]
+  assert rules.placement_check([box, [(0, i, j, 1, 0) for i in range(2) for j in range(2)]]).passed
+  assert not rules.placement_check([box, [(0, i, 0, 0, 0) for i in range(0, 8, 2)]]).passed
+  assert rules.placement_check([[(0,)] * 8, [(1,)] * 8]).passed
+  assert not rules.placement_check([[(0,)] * 4 + [(1,)] * 4]).passed

@@ -541,6 +541,7 @@ def test_memory_of_a_rank_by_hand():
   received = 2 * 2 * 8  # two experts' inputs and results
   assert needed['parameters_and_optimizer_bytes'] == 20 * memory.total_parameters(MODEL) // 4
   assert needed['gathered_weights_bytes'] == (2 * (max(own) + 3 * 4 * 8 * 5 // 2) + 256 * 8) * 4
+  assert needed['whole_gradients_bytes'] == (max(own) + 3 * 4 * 8 * 5 // 2 + 256 * 8) * 4
   # A layer's input and what its exchanges moved; and all that one layer keeps while it is recomputed.
   layers = 3 * (8 + rows + 4 * 2) + 2 * received
   attention = 2 * 8 + (4 + 4) * 2 + rows + 2 * 4 * 2
