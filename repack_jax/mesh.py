@@ -23,6 +23,7 @@ from repack_jax.xla_flags import with_gpu_flags
 DATA, NODE, LOCAL_AXIS = 'data', 'node', 'local'
 DOMAIN_AXES = (NODE, LOCAL_AXIS)
 ALL_AXES = (DATA, NODE, LOCAL_AXIS)
+TILE_ROWS = 8  # of a TPU's tiles; shards of fewer are padded to it
 RANK_BLOCKS = PartitionSpec(ALL_AXES)
 REPLICATED = PartitionSpec()
 
@@ -127,8 +128,10 @@ def domain_size(mesh: Mesh) -> int:
 
 
 def parameter_spec(shape: tuple[int, ...], expert_axis: int | None, mesh: Mesh) -> PartitionSpec:
-  """How a parameter is sharded: over the domain, along its largest dimension that the ranks divide.
+  """How a parameter is sharded: over the domain, along one dimension that the ranks divide.
 
+  The first of which each rank gets a whole tile, since shards of the major dimensions are contiguous; else the
+  largest.
   `local` is the major axis: gathering over `node` comes first, each rank its own share, then inside nodes.
   Spread experts are sharded over `local` along the expert dimension and over `node` along another. A
   parameter with no such dimension is replicated. All copies along `data` are equal.
@@ -140,7 +143,8 @@ def parameter_spec(shape: tuple[int, ...], expert_axis: int | None, mesh: Mesh) 
     axes, ways = (NODE,), mesh.shape[NODE]
   free = [d for d in range(len(shape)) if d != expert_axis and shape[d] % ways == 0]
   if free and ways > 1:
-    entries[max(free, key=lambda d: shape[d])] = axes
+    tiled = [d for d in free if shape[d] // ways >= TILE_ROWS]
+    entries[tiled[0] if tiled else max(free, key=lambda d: shape[d])] = axes
   return PartitionSpec(*entries)
 
 

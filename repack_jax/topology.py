@@ -140,8 +140,9 @@ def devices(topology: Topology, memory_bytes: float, memory_bytes_per_s: float) 
       name=_GPU_NAMES[kind], memory_bytes=int(memory_bytes), memory_bytes_per_s=int(memory_bytes_per_s)
     )
     nodes, local = topology.shape
+    # Partitions on one NVLink, hosts of each, GPUs of each host.
     found = topologies.get_topology_desc(
-      _GPU_NAMES[kind], platform='cuda', topology=f'{nodes}x{local}x1', target_config=target
+      _GPU_NAMES[kind], platform='cuda', topology=f'{nodes}x1x{local}', target_config=target
     )
     return list(found.devices)
   except Exception as error:  # plugins raise what they will: not installed, no such topology, a wrong version
