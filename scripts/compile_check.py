@@ -135,6 +135,7 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
   """The table, the memory and the checks."""
   import jax
 
+  from repack_jax.attention import cudnn
   from repack_jax.mesh import device_place
 
   shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(step.state_shapes().params)]
@@ -154,6 +155,10 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
     )
   }
   memory = step.memory_bytes(programs['accumulate'])
+  if step.contexts.attention.name == 'cudnn':
+    model = run.model
+    heads = plan.capacity_tokens, model.num_heads, model.head_dim  # as many in a group of any degree
+    memory['cudnn_workspace_bytes'] = cudnn.workspace_bytes(*heads)
   in_update = classify(update.collectives(), sizes)
   checks = [
     *exchange_checks(found, run.model, plan),

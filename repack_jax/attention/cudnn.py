@@ -210,6 +210,14 @@ def lse_to_stats(lse: chex.Array, stats_row: chex.Array, bucket: Bucket) -> chex
   return rows.reshape(bucket.sequences, bucket.row_tokens, -1).swapaxes(1, 2)
 
 
+def workspace_bytes(tokens: int, heads: int, head_dim: int) -> int:
+  """What a backward call takes beyond its arguments: dq in float32 for each of its S sequences of M tokens.
+
+  XLA asks cuDNN for it on the device, and counts nothing where it compiles for one that is not there.
+  """
+  return _RATIO * tokens * heads * head_dim * 4
+
+
 def forward(
   q: chex.Array, k: chex.Array, v: chex.Array, segments: chex.Array, window: int | None
 ) -> tuple[chex.Array, chex.Array]:
