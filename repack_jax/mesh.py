@@ -131,8 +131,8 @@ def parameter_spec(shape: tuple[int, ...], expert_axis: int | None, mesh: Mesh) 
   """How a parameter is sharded: over the domain, along one dimension that the ranks divide.
 
   The first of which each rank gets a whole tile, since shards of major dimensions are contiguous; else the
-  largest. `local` is the major axis: gathering over `node` comes first, each rank its own share, then inside nodes.
-  Spread experts are sharded over `local` along the expert dimension and over `node` along another. A
+  largest. `local` is the major axis: gathering over `node` comes first, each rank its own share, then inside
+  nodes. Spread experts are sharded over `local` along the expert dimension and over `node` along another. A
   parameter with no such dimension is replicated. All copies along `data` are equal.
   """
   entries: list[object] = [None] * len(shape)
