@@ -46,7 +46,8 @@ def num_blocks(rows: int, groups: int) -> int:
 
 def product_rows(implementation: str, rows: int, groups: int) -> int:
   """Rows that an implementation multiplies for A rows, whatever the split."""
-  return rows if implementation == 'ragged_dot' else num_blocks(rows, groups) * block_size(rows, groups)
+  plain = implementation == 'ragged_dot' or groups == 1
+  return rows if plain else num_blocks(rows, groups) * block_size(rows, groups)
 
 
 def grouped_matmul(implementation: str, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -55,9 +56,11 @@ def grouped_matmul(implementation: str, x: jax.Array, weights: jax.Array, sizes:
   Args:
     sizes: int32 [G], rows of each group, in order; rows past their sum come out as zero.
   """
+  inside = (jnp.arange(x.shape[0]) < sizes.sum())[:, None]
   if implementation == 'ragged_dot':
-    inside = jnp.arange(x.shape[0]) < sizes.sum()
-    return jnp.where(inside[:, None], lax.ragged_dot(x, weights, sizes), 0)
+    return jnp.where(inside, lax.ragged_dot(x, weights, sizes), 0)
+  if weights.shape[0] == 1:  # an expert a rank: a plain product, of rows whose rest may hold anything
+    return jnp.where(inside, x, 0) @ weights[0]
   return _by_blocks(x, weights, sizes)
 
 
