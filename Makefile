@@ -39,11 +39,11 @@ sim: setup
 	$(BIN)/python scripts/simulate.py --config configs/sim/paper_1f3s.gin $(ARGS)
 
 compile-check: .venv/.installed-tpu
-	$(BIN)/python scripts/compile_check.py --config configs/tiny_cpu.gin --topology v5p:2x4x4 $(ARGS)
+	$(BIN)/python scripts/compile_check.py --config configs/tiny_cpu.gin --topology v5p:2x2x4 $(ARGS)
 	$(BIN)/python scripts/compile_check.py --config configs/moe_1f3s_31b.gin --topology v5p:2x4x4 $(ARGS)
 
 compile-check-gpu: .venv/.installed-gpu
-	$(BIN)/python scripts/compile_check.py --config configs/tiny_cpu.gin --topology h100:4x8 $(ARGS)
+	$(BIN)/python scripts/compile_check.py --config configs/tiny_cpu.gin --topology h100:2x8 $(ARGS)
 	$(BIN)/python scripts/compile_check.py --config configs/moe_1f3s_31b.gin --topology h200:4x8 $(ARGS)
 
 setup: .venv/.installed

@@ -1,6 +1,6 @@
 """Compiles the training step for a cluster that is not there, and checks what the compiler made of it.
 
-    python scripts/compile_check.py --config configs/tiny_cpu.gin --topology v5p:2x4x4
+    python scripts/compile_check.py --config configs/tiny_cpu.gin --topology v5p:2x2x4
     python scripts/compile_check.py --config configs/moe_1f3s_31b.gin --topology h200:4x8
 
 Topologies: TPU v5p:2x4x4, v6e:4x8, tpu7x:2x2x4 (chips); GPU h100:2x8, h100:4x8, h200:4x8 (nodes x GPUs);
