@@ -2,10 +2,10 @@
 
 Axis legend: A rows, sorted by group, G groups, d and f features, B rows of a block, N blocks.
 
-Two implementations of one function. `ragged_dot` is XLA's own: on TPU it is a grouped kernel, on GPU and CPU
-mostly a dense product of all rows with all groups, G times the work. `blocks` is plain JAX: a loop over
-blocks of B rows of one group each, with as many trips as the worst split of rows needs, so that it never
-recompiles and no bound is read back from the device.
+Two implementations of one function. `ragged_dot` is XLA's own: a grouped kernel on TPU (before JAX 0.12 but for
+the gradient of the weights, which is by blocks there), on GPU and CPU mostly a dense product of all rows with
+all groups, G times the work. `blocks` is plain JAX: a loop over blocks of B rows of one group each, with as many
+trips as the worst split of rows needs, so that it never recompiles and no bound is read back from the device.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from jax import lax
 _MOST_BLOCK_ROWS = 512
 _BLOCKS_A_GROUP = 4  # at an even split: a group's last block is half empty on average, so an eighth is lost
 _LEAST_BLOCK_ROWS = 8
+
+# For v5p, JAX 0.10.2 compiles it to a dense product of all rows with all groups, 0.12.0.1 to a grouped kernel.
+NATIVE_WEIGHT_GRADIENT = tuple(int(n) for n in jax.__version__.split('.')[:2]) >= (0, 12)
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +61,8 @@ def grouped_matmul(implementation: str, x: jax.Array, weights: jax.Array, sizes:
   """
   inside = (jnp.arange(x.shape[0]) < sizes.sum())[:, None]
   if implementation == 'ragged_dot':
-    return jnp.where(inside, lax.ragged_dot(x, weights, sizes), 0)
+    product = lax.ragged_dot if NATIVE_WEIGHT_GRADIENT else _ragged_dot
+    return jnp.where(inside, product(x, weights, sizes), 0)
   if weights.shape[0] == 1:  # an expert a rank: a plain product, of rows whose rest may hold anything
     return jnp.where(inside, x, 0) @ weights[0]
   return _by_blocks(x, weights, sizes)
@@ -120,6 +124,15 @@ def _by_blocks_fwd(x, weights, sizes):
 
 def _by_blocks_bwd(residuals, grad):
   x, weights, sizes = residuals
+  dx = _rows_by_blocks(grad, weights, sizes, 'af,df->ad')
+  return dx, _weight_gradient(x, grad, sizes).astype(weights.dtype), None
+
+
+_by_blocks.defvjp(_by_blocks_fwd, _by_blocks_bwd)
+
+
+def _weight_gradient(x: jax.Array, grad: jax.Array, sizes: jax.Array) -> jax.Array:
+  """float32 [G, d, f]: of each group the sum over its rows of x [A, d] times grad [A, f]."""
   rows, block = x.shape[0], block_size(x.shape[0], sizes.shape[0])
   layout, padded, padded_grad = _layout(rows, sizes), _padded(x, block), _padded(grad, block)
 
@@ -131,8 +144,24 @@ def _by_blocks_bwd(residuals, grad):
     product = jnp.einsum('ad,af->df', some, grads, preferred_element_type=jnp.float32)
     return sums.at[group].add(product)
 
-  sums = lax.fori_loop(0, len(layout.start), body, jnp.zeros(weights.shape, jnp.float32))
-  return _rows_by_blocks(grad, weights, sizes, 'af,df->ad'), sums.astype(weights.dtype), None
+  start = jnp.zeros((sizes.shape[0], x.shape[1], grad.shape[1]), jnp.float32)
+  return lax.fori_loop(0, len(layout.start), body, start)
 
 
-_by_blocks.defvjp(_by_blocks_fwd, _by_blocks_bwd)
+@jax.custom_vjp
+def _ragged_dot(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+  """`lax.ragged_dot` with the gradient of the weights by blocks."""
+  return lax.ragged_dot(x, weights, sizes)
+
+
+def _ragged_dot_fwd(x, weights, sizes):
+  return _ragged_dot(x, weights, sizes), (x, weights, sizes)
+
+
+def _ragged_dot_bwd(residuals, grad):
+  x, weights, sizes = residuals
+  _, pullback = jax.vjp(lambda x: lax.ragged_dot(x, weights, sizes), x)
+  return *pullback(grad), _weight_gradient(x, grad, sizes).astype(weights.dtype), None
+
+
+_ragged_dot.defvjp(_ragged_dot_fwd, _ragged_dot_bwd)

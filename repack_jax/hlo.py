@@ -332,7 +332,10 @@ def _product_flops(instruction: Instruction, siblings: dict[str, Instruction]) -
   if instruction.opcode == 'convolution':
     found = re.search(r'dim_labels=\w+_(\w+)->', instruction.attributes)
     features = inputs[1].dims[found.group(1).index('o')] if found else 1
-    return 2 * out.elements * inputs[1].elements // max(1, features)
+    # Batched products are windows over a dilated input, of which all but one place in so many are zeros.
+    dilation = re.search(r'lhs_dilate=([\dx]+)', instruction.attributes)
+    zeros = math.prod(int(n) for n in dilation.group(1).split('x')) if dilation else 1
+    return 2 * out.elements * inputs[1].elements // max(1, features) // zeros
   if instruction.opcode != 'custom-call':
     return 0
   if '"__cublas$' in instruction.attributes:

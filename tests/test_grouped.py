@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import grouped
 from models.grouped import block_size, choose_grouped, grouped_matmul, num_blocks, product_rows
 
 ROWS, D, F = 100, 12, 20
@@ -32,17 +33,25 @@ def by_loop(x, weights, sizes):
 
 @pytest.fixture(scope='module')
 def programs():
-  def make(implementation):
+  """Values and both gradients; of `ragged_dot` with either way to the gradient of the weights."""
+
+  def make(implementation, native):
     def both(x, weights, sizes, grad):
-      out, vjp = jax.vjp(lambda x, w: grouped_matmul(implementation, x, w, sizes), x, weights)
-      return out, *vjp(grad)
+      with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, 'NATIVE_WEIGHT_GRADIENT', native)
+        out, vjp = jax.vjp(lambda x, w: grouped_matmul(implementation, x, w, sizes), x, weights)
+        return out, *vjp(grad)
 
     return jax.jit(both)
 
-  return {name: make(name) for name in ('ragged_dot', 'blocks')}
+  return {
+    'ragged_dot': make('ragged_dot', True),
+    'ragged_dot, weights by blocks': make('ragged_dot', False),
+    'blocks': make('blocks', True),
+  }
 
 
-@pytest.mark.parametrize('implementation', ['ragged_dot', 'blocks'])
+@pytest.mark.parametrize('implementation', ['ragged_dot', 'ragged_dot, weights by blocks', 'blocks'])
 @pytest.mark.parametrize('split', SPLITS)
 def test_values_and_gradients(programs, implementation, split):
   rng, sizes = np.random.default_rng(0), SPLITS[split]
