@@ -2,10 +2,11 @@
 
 Axis legend: A rows, sorted by group, G groups, d and f features, B rows of a block, N blocks.
 
-Two implementations of one function. `ragged_dot` is XLA's own: a grouped kernel on TPU (before JAX 0.12 but for
-the gradient of the weights, which is by blocks there), on GPU and CPU mostly a dense product of all rows with
-all groups, G times the work. `blocks` is plain JAX: a loop over blocks of B rows of one group each, with as many
-trips as the worst split of rows needs, so that it never recompiles and no bound is read back from the device.
+Two implementations of one function. `ragged_dot` is XLA's own: a grouped kernel on TPU (before JAX 0.12 but
+for the gradient of the weights, which is by blocks there), on GPU and CPU mostly a dense product of all rows
+with all groups, G times the work. `blocks` is plain JAX: a loop over blocks of B rows of one group each, with
+as many trips as the worst split of rows needs, so that it never recompiles and no bound is read back from the
+device.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MOST_BLOCK_ROWS = 512
 _BLOCKS_A_GROUP = 4  # at an even split: a group's last block is half empty on average, so an eighth is lost
 _LEAST_BLOCK_ROWS = 8
 
-# For v5p, JAX 0.10.2 compiles it to a dense product of all rows with all groups, 0.12.0.1 to a grouped kernel.
+# For v5p, JAX 0.10.2 compiles it to a product of all rows with all groups, 0.12.0.1 to a grouped kernel.
 NATIVE_WEIGHT_GRADIENT = tuple(int(n) for n in jax.__version__.split('.')[:2]) >= (0, 12)
 
 log = logging.getLogger(__name__)
