@@ -229,13 +229,7 @@ class Program:
 
   def collectives(self) -> list[Collective]:
     """The program's collectives, in its order."""
-    wrapped = {
-      called
-      for instructions in self.computations.values()
-      for instruction in instructions.values()
-      if instruction.opcode == 'async-start'
-      for called in self._calls(instruction)
-    }
+    wrapped = self._started()
     found = []
     for name, instructions in self.computations.items():
       for instruction in instructions.values():
@@ -256,6 +250,23 @@ class Program:
           )
         )
     return found
+
+  def _started(self) -> set[str]:
+    """Computations that run inside an asynchronous one, whatever they are called by there."""
+    front = [
+      called
+      for instructions in self.computations.values()
+      for instruction in instructions.values()
+      if instruction.opcode == 'async-start'
+      for called in self._calls(instruction)
+    ]
+    started: set[str] = set()
+    while front:
+      name = front.pop()
+      if name not in started:
+        started.add(name)
+        front += [called for one in self.computations.get(name, {}).values() for called in self._calls(one)]
+    return started
 
   def matmul_flops(self, skipped: str) -> int:
     """Floating-point operations of all matrix products but those whose scope matches `skipped`, a regex.
