@@ -6,7 +6,6 @@ for such devices can be read, not run.
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from dataclasses import dataclass
@@ -14,35 +13,32 @@ from typing import Any
 
 from repack_jax.checks import ConfigError, is_power_of_two
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class Machine:
   """A kind of accelerator.
 
   Attributes:
+    platform: JAX's name of it.
     profile: the file of `configs/clusters/` with its rates and its memory.
-    jax_extra: what of JAX compiles for it.
-    node_ranks: devices on one fast link, at most.
-    devices_per_chip: JAX devices of one TPU chip.
     example: a topology, for messages.
+    node_ranks: TPU devices on one fast link, at most; of GPUs the topology says how many.
+    devices_per_chip: JAX devices of one TPU chip.
   """
 
   platform: str
   profile: str
-  jax_extra: str
   example: str
   node_ranks: int = 8
   devices_per_chip: int = 1
 
 
 MACHINES = {
-  'v5p': Machine('tpu', 'tpu_v5p.gin', 'tpu', 'v5p:2x4x4'),
-  'v6e': Machine('tpu', 'tpu_v6e.gin', 'tpu', 'v6e:4x8'),
-  'tpu7x': Machine('tpu', 'tpu_7x.gin', 'tpu', 'tpu7x:2x2x4', devices_per_chip=2),
-  'h100': Machine('gpu', 'h100.gin', 'cuda13', 'h100:4x8'),
-  'h200': Machine('gpu', 'h200.gin', 'cuda13', 'h200:4x8'),
+  'v5p': Machine('tpu', 'tpu_v5p.gin', 'v5p:2x4x4'),
+  'v6e': Machine('tpu', 'tpu_v6e.gin', 'v6e:4x8'),
+  'tpu7x': Machine('tpu', 'tpu_7x.gin', 'tpu7x:2x2x4', devices_per_chip=2),
+  'h100': Machine('gpu', 'h100.gin', 'h100:4x8'),
+  'h200': Machine('gpu', 'h200.gin', 'h200:4x8'),
 }
 
 # What XLA:GPU asks of a device before it compiles for it: NVIDIA's H100 SXM, from its data sheet and the CUDA
@@ -149,5 +145,5 @@ def devices(topology: Topology, memory_bytes: float, memory_bytes_per_s: float) 
     lines = str(error).strip().splitlines() or [type(error).__name__]
     raise ConfigError(
       f'--topology {topology.name}: JAX cannot compile for it here ({lines[0]}). Install the compiler: '
-      f'pip install "jax[{machine.jax_extra}]" in the version of jax that is installed'
+      f'pip install -r requirements-{machine.platform}.txt'
     ) from error
