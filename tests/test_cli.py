@@ -212,6 +212,8 @@ def test_dry_run_shows_all_and_writes_nothing(capsys):
               'activations_and_buffers_bytes: ')  # fmt: skip
   for part in expected:
     assert part in out
+  buffers = out.split('activations_and_buffers_bytes: ')[1].split(' a rank')[0]
+  assert int(buffers.replace(',', '')) > 100_000
   assert sorted(Path().rglob('*')) == before
 
 
