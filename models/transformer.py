@@ -29,11 +29,10 @@ from models.loss import token_losses
 from models.parameters import EXPERT_NAMES, gather_parameters, leaf_name, save_all_but_gathered
 from repack_jax.arrays import PlanArrays
 from repack_jax.attention import KEPT
-from repack_jax.config import FULL, SPARSE, ModelConfig
+from repack_jax.config import LAYER_SCOPES, ModelConfig
 from repack_jax.mesh import parameter_spec
 
 Tree = Any
-LAYER_SCOPES = {FULL: 'full_layer', SPARSE: 'sparse_layer'}  # in profiles and compiled programs
 
 
 class LossSums(NamedTuple):

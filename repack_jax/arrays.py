@@ -83,10 +83,12 @@ def route_arrays(plan: Plan, kind: str, widest_degree: int) -> Route:
   for group in plan.groups(kind):
     members = slice(group.first_rank, group.end_rank)
     counts[members, : group.size] = layout.slots[members]
-    for child in plan.children_of(group):
-      stream = np.repeat(child.samples, [plan.lengths[s] for s in child.samples])
-      start = layout.stream_start[child.first_rank]
-      segments[members, start : start + len(stream)] = stream
+  for child in plan.children:
+    first = layout.first_rank[child.first_rank]
+    members = slice(first, first + layout.size[child.first_rank])
+    stream = np.repeat(child.samples, [plan.lengths[s] for s in child.samples])
+    start = layout.stream_start[child.first_rank]
+    segments[members, start : start + len(stream)] = stream
   ranks = np.arange(plan.num_ranks)
   return Route(
     log2_size=np.log2(layout.size).astype(np.int32),

@@ -14,6 +14,7 @@ from repack_jax.checks import check_choice, check_min, check_types, is_power_of_
 from repack_jax.cluster import ClusterConfig
 
 FULL, SPARSE = 'F', 'S'
+LAYER_SCOPES = {FULL: 'full_layer', SPARSE: 'sparse_layer'}  # in profiles and compiled programs
 MODES = ('static', 'parents', 'repack', 'solve')
 
 

@@ -19,6 +19,7 @@ from repack_jax.cluster import ClusterConfig
 from repack_jax.config import FULL, SPARSE, ModelConfig, PlannerConfig, allowed_sp_degrees
 from repack_jax.memory import (
   DTYPE_BYTES,
+  GRADIENT_BYTES,
   expert_ranks,
   layer_parameters,
   table_parameters,
@@ -30,7 +31,6 @@ from repack_jax.plan import Plan
 ATTENTION_BACKWARD_OVER_FORWARD = 2.5
 # AdamW reads a weight, its gradient and two moments, and writes all but the gradient; float32 each.
 _UPDATE_BYTES_PER_PARAMETER = 28
-_GRADIENT_BYTES = 4
 PADDED_ROW_BYTES = 512  # a TPU pads the rows of a ragged all-to-all to this (compiled for v5p, v6e and v7)
 
 
@@ -192,19 +192,19 @@ class CostModel:
   def reduce_s(self, layer: int) -> float:
     """A layer's gradients in float32, to their shards."""
     own, routed = layer_parameters(self.model, layer)
-    return self._collective_s(own * _GRADIENT_BYTES, routed * _GRADIENT_BYTES)
+    return self._collective_s(own * GRADIENT_BYTES, routed * GRADIENT_BYTES)
 
   def table_s(self) -> tuple[float, float]:
     """(gathering, reducing) a vocabulary table."""
     parameters, itemsize = table_parameters(self.model), DTYPE_BYTES[self.model.compute_dtype]
-    return self._collective_s(parameters * itemsize, 0), self._collective_s(parameters * _GRADIENT_BYTES, 0)
+    return self._collective_s(parameters * itemsize, 0), self._collective_s(parameters * GRADIENT_BYTES, 0)
 
   def data_reduce_s(self) -> float:
     """A micro-batch's gradients summed over domains: a ring all-reduce of each rank's shards."""
     domains = self.cluster.domains
     if domains == 1:
       return 0.0
-    shard = total_parameters(self.model) / self.cluster.domain_ranks * _GRADIENT_BYTES
+    shard = total_parameters(self.model) / self.cluster.domain_ranks * GRADIENT_BYTES
     return self.cluster.inter_node_latency_s + (
       2 * shard * (domains - 1) / domains / self.cluster.inter_node_bytes_per_s
     )

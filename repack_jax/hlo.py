@@ -11,7 +11,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -181,23 +181,26 @@ class Program:
     if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
       return int(found.group(1))
     found = re.search(r'condition=%?([\w.\-]+)', loop.attributes)
-    condition = self.computations.get(found.group(1), {}) if found else {}
+    names = self._reached(found.groups() if found else ())
+    condition = [one for name in names for one in self.computations.get(name, {}).values()]
     bounds = [
-      int(constant.group(1))
-      for instruction in self._with_called(condition)
-      if instruction.opcode == 'constant' and instruction.result.startswith('s32[]')
-      and (constant := re.match(r'(\d+)\)', instruction.operands[0] + ')'))
+      int(one.operands[0]) for one in condition
+      if one.opcode == 'constant' and one.result.startswith('s32[]') and one.operands[0].isdecimal()
     ]  # fmt: skip
-    compares = [i for i in self._with_called(condition) if i.opcode == 'compare']
+    compares = [one for one in condition if one.opcode == 'compare']
     if len(bounds) == 1 and len(compares) == 1 and 'direction=LT' in compares[0].attributes:
       return bounds[0]
     return 1
 
-  def _with_called(self, computation: dict[str, Instruction]) -> Iterator[Instruction]:
-    for instruction in computation.values():
-      yield instruction
-      for called in self._calls(instruction):
-        yield from self._with_called(self.computations.get(called, {}))
+  def _reached(self, names: Iterable[str]) -> set[str]:
+    """These computations, and all that they call, whatever by."""
+    front, reached = list(names), set[str]()
+    while front:
+      name = front.pop()
+      if name not in reached:
+        reached.add(name)
+        front += [called for one in self.computations.get(name, {}).values() for called in self._calls(one)]
+    return reached
 
   def scope(self, computation: str, instruction: Instruction) -> str:
     """The path of JAX's named scopes, of the nearest instruction that has one where XLA lost its own.
@@ -229,7 +232,13 @@ class Program:
 
   def collectives(self) -> list[Collective]:
     """The program's collectives, in its order."""
-    wrapped = self._started()
+    wrapped = self._reached(
+      called
+      for instructions in self.computations.values()
+      for instruction in instructions.values()
+      if instruction.opcode == 'async-start'
+      for called in self._calls(instruction)
+    )
     found = []
     for name, instructions in self.computations.items():
       for instruction in instructions.values():
@@ -250,23 +259,6 @@ class Program:
           )
         )
     return found
-
-  def _started(self) -> set[str]:
-    """Computations that run inside an asynchronous one, whatever they are called by there."""
-    front = [
-      called
-      for instructions in self.computations.values()
-      for instruction in instructions.values()
-      if instruction.opcode == 'async-start'
-      for called in self._calls(instruction)
-    ]
-    started: set[str] = set()
-    while front:
-      name = front.pop()
-      if name not in started:
-        started.add(name)
-        front += [called for one in self.computations.get(name, {}).values() for called in self._calls(one)]
-    return started
 
   def matmul_flops(self, skipped: str) -> int:
     """Floating-point operations of all matrix products but those whose scope matches `skipped`, a regex.

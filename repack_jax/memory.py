@@ -9,7 +9,7 @@ from repack_jax.cluster import ClusterConfig
 from repack_jax.config import ModelConfig, PlannerConfig, allowed_sp_degrees
 
 DTYPE_BYTES = {'float32': 4, 'bfloat16': 2}
-_GRADIENT_BYTES = 4  # of a layer's and a table's weights, before they are scattered
+GRADIENT_BYTES = 4  # of a weight, float32 whatever the compute dtype
 _STATE_BYTES = 20  # float32 each: weight, two moments, a micro-batch's gradient, the sum of gradients
 
 
@@ -73,7 +73,7 @@ def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfi
   return {
     'parameters_and_optimizer_bytes': _STATE_BYTES * total_parameters(model) // cluster.domain_ranks,
     'gathered_weights_bytes': (2 * gathered + table_parameters(model)) * itemsize,
-    'whole_gradients_bytes': (gathered + table_parameters(model)) * _GRADIENT_BYTES,
+    'whole_gradients_bytes': (gathered + table_parameters(model)) * GRADIENT_BYTES,
     'activations_bytes': kept * tokens * itemsize,
     'exchange_buffers_bytes': 2 * max(rows, received) * tokens * itemsize,
     'logits_bytes': 3 * 4 * tokens * min(model.loss_vocab_chunk, model.vocab_size),

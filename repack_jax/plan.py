@@ -155,10 +155,6 @@ class Plan:
     """Parents for a full layer (`F`), children for a sparse one (`S`)."""
     return self.parents if kind == FULL else self.children
 
-  def children_of(self, group: Group) -> list[Group]:
-    """The children inside a parent; of a child, itself."""
-    return [c for c in self.children if group.first_rank <= c.first_rank < group.end_rank]
-
   def layout(self, kind: str) -> Layout:
     first, size = np.zeros(self.num_ranks, np.int64), np.ones(self.num_ranks, np.int64)
     for group in self.groups(kind):
@@ -233,7 +229,7 @@ class Plan:
       if not parent.samples:
         continue
       lines.append(self._row('parent', parent))
-      inside = self.children_of(parent)
+      inside = [c for c in self.children if parent.first_rank <= c.first_rank < parent.end_rank]
       if inside != [parent]:
         lines += [self._row('  child', child) for child in inside]
     if empty:

@@ -13,6 +13,8 @@ from typing import Any
 
 from repack_jax.checks import ConfigError, is_power_of_two
 
+_TPU_NODE_DEVICES = 8  # of a box of nearest neighbours; of GPUs the topology says how many a node has
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -22,14 +24,12 @@ class Machine:
     platform: JAX's name of it.
     profile: the file of `configs/clusters/` with its rates and its memory.
     example: a topology, for messages.
-    node_ranks: TPU devices on one fast link, at most; of GPUs the topology says how many.
     devices_per_chip: JAX devices of one TPU chip.
   """
 
   platform: str
   profile: str
   example: str
-  node_ranks: int = 8
   devices_per_chip: int = 1
 
 
@@ -100,7 +100,7 @@ def parse(name: str) -> Topology:
   devices = machine.devices_per_chip
   for n in shape:
     devices *= n
-  node = shape[1] if machine.platform == 'gpu' else min(machine.node_ranks, devices)
+  node = shape[1] if machine.platform == 'gpu' else min(_TPU_NODE_DEVICES, devices)
   if not is_power_of_two(devices) or not is_power_of_two(node):
     raise ConfigError(f'--topology {name}: {devices} devices, {node} a node; both must be powers of two')
   return Topology(name, machine, shape, devices, node)

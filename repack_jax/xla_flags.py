@@ -11,8 +11,9 @@ import logging
 
 log = logging.getLogger(__name__)
 
+DECOMPOSER = 'xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer'
 GPU_FLAGS = {
-  'xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer': 'false',
+  DECOMPOSER: 'false',
   'xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel': 'false',
 }
 

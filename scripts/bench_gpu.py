@@ -36,7 +36,7 @@ from bench_attention import mixed_segments
 from models.step import TrainStep
 from repack_jax import command_line, mesh
 from repack_jax.arrays import NO_TARGET, pack
-from repack_jax.attention import IMPLEMENTATIONS, attention
+from repack_jax.attention import IMPLEMENTATIONS, attention, blockwise
 from repack_jax.checks import ConfigError
 from repack_jax.cluster import ClusterConfig
 from repack_jax.compare import plan_lengths
@@ -45,7 +45,6 @@ from repack_jax.data.samples import Sample
 from repack_jax.flops import TRAIN_OVER_FORWARD, attention_pairs, sample_flops
 
 H200_PEAK_FLOPS_PER_S = 9.894e14  # dense bf16, as in configs/clusters/h200.gin
-BLOCKWISE_TILE_TOKENS = 128
 # Of `blockwise` in a case: a tile is several launches, tens of microseconds, so more would eat the budget.
 MOST_BLOCKWISE_TILES = 40_000
 # Bytes that a parameter takes in a step: master weight, two moments, two gradients, and its bf16 copy.
@@ -212,7 +211,7 @@ def attention_rows(
   programs, rows = {}, dict[str, Row]()
   for name in (BASELINE, *served(shapes)):
     rows[name] = case | {'implementation': name}
-    if name == 'blockwise' and pairs / BLOCKWISE_TILE_TOKENS**2 > MOST_BLOCKWISE_TILES:
+    if name == 'blockwise' and pairs / blockwise.block_tokens(tokens) ** 2 > MOST_BLOCKWISE_TILES:
       rows[name]['error'] = 'left out: it would take most of the budget'
       continue
     try:

@@ -5,7 +5,6 @@ Axis legend as in `repack_jax/collectives.py`.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,10 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from repack_jax import flops, reference
-from repack_jax.config import FULL, SPARSE, ModelConfig, RunConfig
+from repack_jax.config import FULL, LAYER_SCOPES, SPARSE, ModelConfig, RunConfig
+from repack_jax.cost import PADDED_ROW_BYTES
 from repack_jax.hlo import Array, Collective
 from repack_jax.memory import DTYPE_BYTES
 from repack_jax.plan import LOCAL, Plan
+from repack_jax.xla_flags import DECOMPOSER
 
 KINDS = {FULL: 'full', SPARSE: 'sparse'}
 ATTENTION, EXPERTS, PARAMETERS, METADATA, OTHER = (
@@ -66,7 +67,7 @@ def classify(collectives: Iterable[Collective], parameter_sizes: Iterable[int]) 
   found = []
   for collective in collectives:
     scope = collective.scope
-    kind = next((k for k, name in KINDS.items() if f'{name}_layer' in scope), '')
+    kind = next((kind for kind, layer in LAYER_SCOPES.items() if layer in scope), '')
     direction = 'backward' if 'transpose(' in scope else 'forward'
     stray: tuple[Array, ...] = ()
     if all(array.is_integer for array in collective.results):
@@ -75,20 +76,19 @@ def classify(collectives: Iterable[Collective], parameter_sizes: Iterable[int]) 
       purpose = EXPERTS if 'feed_forward' in scope else ATTENTION
     else:
       stray = tuple(
-        a for a in collective.results if not a.is_integer and not _is_parameter(a, sizes, collective)
+        a for a in collective.results if not a.is_integer and not _is_parameter(a, sizes, collective, kind)
       )
       purpose = OTHER if stray else PARAMETERS
     found.append(Found(collective, purpose, kind, direction, stray))
   return found
 
 
-def _is_parameter(array: Array, sizes: np.ndarray, collective: Collective) -> bool:
+def _is_parameter(array: Array, sizes: np.ndarray, collective: Collective, kind: str) -> bool:
   """A parameter, or the step's sums.
 
   XLA pads what it scatters by a few rows, and shifts those to where they belong with permutations.
   """
-  outside = not re.search('(full|sparse)_layer', collective.scope)
-  if outside and collective.kind in ('all-reduce', 'collective-permute'):
+  if not kind and collective.kind in ('all-reduce', 'collective-permute'):
     return True
   place = np.searchsorted(sizes, array.elements, side='right') - 1
   return bool(place >= 0 and array.elements <= 1.05 * sizes[place])
@@ -176,7 +176,7 @@ def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan) -> l
   checks.append(Check(
     'no other collective on activations', not strays, '; '.join(strays) or 'none',
     "on GPU this is XLA's rewrite of ragged all-to-alls across hosts: leave "
-    '--xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer=false in XLA_FLAGS',
+    f'--{DECOMPOSER}=false in XLA_FLAGS',
   ))  # fmt: skip
   if plan.scope(SPARSE) == LOCAL:
     exchanges = [one for one in found if one.kind == SPARSE and one.purpose in (ATTENTION, EXPERTS, OTHER)]
@@ -254,7 +254,8 @@ def byte_checks(
     checks.append(Check(
       f"bytes {name} are the plan's", bool(abs(ratio - 1) <= TOLERANCE),
       '; '.join([f'{got / 1e6:,.1f} MB of {want / 1e6:,.1f} MB ({ratio:.3f} times)', *sorted(padded)]),
-      'rows are padded on the wire (those of a TPU must be multiples of 512 bytes: cost.row_tokens), or a '
+      'rows are padded on the wire (those of a TPU must be multiples of '
+      f'{PADDED_ROW_BYTES} bytes: cost.row_tokens), or a '
       'collective moves whole buffers: see the table',
     ))  # fmt: skip
   return checks
