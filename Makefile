@@ -13,6 +13,7 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
 CONFIG ?= configs/tiny_cpu.gin
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Compiled programs are kept between runs.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
@@ -29,14 +30,14 @@ lint: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup
+bench: .venv/.installed-exact
 	$(BIN)/python scripts/bench_attention.py $(ARGS)
 	$(BIN)/python scripts/bench_exchange.py $(ARGS)
 	$(BIN)/python scripts/bench_step.py $(ARGS)
 	$(BIN)/python scripts/bench_planner.py $(ARGS)
 
 sim: setup
-	$(BIN)/python scripts/simulate.py --config configs/sim/paper_1f3s.gin $(ARGS)
+	$(BIN)/repack-simulate --config configs/sim/paper_1f3s.gin $(ARGS)
 
 compile-check: .venv/.installed-tpu
 	$(BIN)/python scripts/compile_check.py --config configs/tiny_cpu.gin --topology v5p:2x2x4 $(ARGS)
@@ -53,21 +54,15 @@ setup-dev: .venv/.installed-dev
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 found; say PYTHON=/path/to/python3.12"; exit 2; }
 	$(PYTHON) -m venv .venv
 
-.venv/.installed: requirements.txt | .venv/bin/python
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+# The checkout itself is installed as editable: scripts, tests and examples import it without path edits.
+.venv/.installed: requirements.txt pyproject.toml | .venv/bin/python
+	$(PIP) -r requirements.txt
+	$(PIP) --no-deps --editable .
 	touch $@
 
-.venv/.installed-dev: requirements-dev.txt .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	touch $@
-
-.venv/.installed-tpu: requirements-tpu.txt .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-tpu.txt
-	touch $@
-
-.venv/.installed-gpu: requirements-gpu.txt .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-gpu.txt
+.venv/.installed-%: requirements-%.txt .venv/.installed
+	$(PIP) -r requirements.txt -r $<
 	touch $@
 
 clean:
-	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache build *.egg-info

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from repack_jax.checks import ConfigError
-from repack_jax.command_line import add_config_arguments
+from repack_jax.commands.command_line import add_config_arguments
 from repack_jax.config import RunConfig
-from repack_jax.gin_files import load, resolved
+from repack_jax.config.gin_files import load, resolved
 
 log = logging.getLogger('train')
 
@@ -72,9 +72,9 @@ class Setup:
     from repack_jax import mesh as meshes
 
     meshes.start_devices(run.cluster)
-    from models.step import TrainStep
     from repack_jax.data.index import index_samples
     from repack_jax.data.sources import open_source
+    from repack_jax.training.step import TrainStep
 
     self.source = open_source(run.data)
     self.index = index_samples(self.source, run.data)
@@ -89,9 +89,9 @@ class Setup:
       log.info('XLA_FLAGS: %s', os.environ['XLA_FLAGS'])
 
   def planned_steps(self, data_state: dict[str, int] | None, draw: Any = None) -> Iterator[Any]:
-    from repack_jax.arrays import pack
     from repack_jax.data.batches import Batcher
-    from repack_jax.pipeline import planned_steps
+    from repack_jax.plan.arrays import pack
+    from repack_jax.training.planned_steps import planned_steps
 
     step = self.step
     return planned_steps(
@@ -104,8 +104,8 @@ class Setup:
 
 def train(run: RunConfig, workdir: Path) -> int:
   """Runs or resumes a run in its workdir; returns the exit code."""
-  from repack_jax.checkpoint import Checkpoints
-  from repack_jax.metrics import MetricsFile, summary
+  from repack_jax.training.checkpoints import Checkpoints
+  from repack_jax.training.metrics import MetricsFile, summary
 
   with _signals() as stop:
     _check_workdir(run, workdir)
@@ -138,9 +138,9 @@ def _train_steps(
   """The loop: one planned step, its micro-batches, the update, a record; saves as the config says."""
   from tqdm import tqdm
 
-  from repack_jax.agreement import check_same_plan
   from repack_jax.data.prefetch import Prefetcher
-  from repack_jax.metrics import step_record
+  from repack_jax.parallel.agreement import check_same_plan
+  from repack_jax.training.metrics import step_record
 
   train, program, first = setup.run.train, setup.step, done
   sums = program.zero_sums()
@@ -179,8 +179,8 @@ _SCALARS = ('loss', 'grad_norm', 'learning_rate', 'balance', 'router_z', 'droppe
 
 def _draw(run: RunConfig, workdir: Path, step: int, lengths: Sequence[int]) -> None:
   """Writes a page with the plan of a step. Called in the thread that plans ahead."""
-  from repack_jax.compare import cases_of
   from repack_jax.report import plan_page
+  from repack_jax.report.case import cases_of
 
   folder = workdir / 'plans'
   folder.mkdir(exist_ok=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from models.context import StepContext
 from models.layers import RMSNorm, normal_param, rotary
-from repack_jax.arrays import PlanArrays
 from repack_jax.config import ModelConfig
+from repack_jax.plan.arrays import PlanArrays
+from repack_jax.training.context import StepContext
 
 
 class Attention(nnx.Module):

@@ -17,13 +17,13 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from models.context import StepContext
-from models.grouped import grouped_matmul
 from models.layers import GatedMLP, normal_param
-from repack_jax.attention import KEPT
-from repack_jax.collectives import exchange_blocks
 from repack_jax.config import ModelConfig
-from repack_jax.mesh import LOCAL_AXIS
+from repack_jax.exchange.collectives import exchange_blocks
+from repack_jax.ops.attention import KEPT
+from repack_jax.ops.grouped import grouped_matmul
+from repack_jax.parallel.mesh import LOCAL_AXIS
+from repack_jax.training.context import StepContext
 
 
 class ExpertStats(NamedTuple):

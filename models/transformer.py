@@ -22,15 +22,15 @@ from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from models.attention import Attention
-from models.context import StepContext
 from models.experts import Experts, ExpertStats
 from models.layers import GatedMLP, RMSNorm
-from models.loss import token_losses
-from models.parameters import EXPERT_NAMES, gather_parameters, leaf_name, save_all_but_gathered
-from repack_jax.arrays import PlanArrays
-from repack_jax.attention import KEPT
 from repack_jax.config import LAYER_SCOPES, ModelConfig
-from repack_jax.mesh import parameter_spec
+from repack_jax.ops.attention import KEPT
+from repack_jax.ops.loss import token_losses
+from repack_jax.parallel.mesh import parameter_spec
+from repack_jax.parallel.sharded import EXPERT_NAMES, gather_parameters, leaf_name, save_all_but_gathered
+from repack_jax.plan.arrays import PlanArrays
+from repack_jax.training.context import StepContext
 
 Tree = Any
 

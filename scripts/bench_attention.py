@@ -10,20 +10,16 @@ temporary memory is XLA's own figure for the compiled program.
 from __future__ import annotations
 
 import argparse
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import bench_common
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from repack_jax import command_line
-from repack_jax.attention import attention
-from repack_jax.attention.reference import visible
+from repack_jax.commands import command_line
 from repack_jax.config import ModelConfig
+from repack_jax.ops.attention import attention
+from repack_jax.ops.attention.reference import visible
 
 # Documents of a web corpus by length in tokens: (lowest, highest, how many).
 WEB_LENGTHS = (

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from repack_jax import command_line
+from repack_jax.commands import command_line
 
 
 def parser(doc: str) -> argparse.ArgumentParser:

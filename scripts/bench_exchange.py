@@ -9,20 +9,18 @@ the bytes of the heads, without padding or degrees: what an exchange could cost 
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
 import bench_common
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from repack_jax import arrays, collectives, command_line, mesh
+from repack_jax.commands import command_line
 from repack_jax.config import FULL, ClusterConfig, ModelConfig
-from repack_jax.plan import DOMAIN, LOCAL, Group, Plan
+from repack_jax.exchange import collectives
+from repack_jax.parallel import mesh
+from repack_jax.plan import arrays
+from repack_jax.plan.plan import DOMAIN, LOCAL, Group, Plan
 
 
 def equal_plan(cluster: ClusterConfig, degree: int, capacity_tokens: int, fill: float) -> Plan:

@@ -18,12 +18,9 @@ import dataclasses
 import functools
 import json
 import os
-import pathlib
-import sys
 import time
 from typing import Any, Literal
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 # Three quarters of the memory, JAX's default share, would not hold the step.
 os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.94')
 
@@ -33,16 +30,17 @@ import jax.numpy as jnp
 import numpy as np
 from bench_attention import mixed_segments
 
-from models.step import TrainStep
-from repack_jax import command_line, mesh
-from repack_jax.arrays import NO_TARGET, pack
-from repack_jax.attention import IMPLEMENTATIONS, attention, blockwise
 from repack_jax.checks import ConfigError
-from repack_jax.cluster import ClusterConfig
-from repack_jax.compare import plan_lengths
+from repack_jax.commands import command_line
 from repack_jax.config import DataConfig, ModelConfig, PlannerConfig, RunConfig, TrainConfig
+from repack_jax.config.cluster import ClusterConfig
 from repack_jax.data.samples import Sample
-from repack_jax.flops import TRAIN_OVER_FORWARD, attention_pairs, sample_flops
+from repack_jax.ops.attention import IMPLEMENTATIONS, attention, blockwise
+from repack_jax.parallel import mesh
+from repack_jax.plan.arrays import NO_TARGET, pack
+from repack_jax.predict.flops import TRAIN_OVER_FORWARD, attention_pairs, sample_flops
+from repack_jax.solver.compare import plan_lengths
+from repack_jax.training.step import TrainStep
 
 H200_PEAK_FLOPS_PER_S = 9.894e14  # dense bf16, as in configs/clusters/h200.gin
 # Of `blockwise` in a case: a tile is several launches, tens of microseconds, so more would eat the budget.

@@ -25,23 +25,21 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-
 import bench_common
 import numpy as np
 import planner_cases
 import planner_peers
 from planner_cases import Case
 
-from repack_jax import command_line
+from repack_jax.commands import command_line
 from repack_jax.config import FULL, SPARSE, allowed_sp_degrees
-from repack_jax.cost import CostModel
 from repack_jax.data.lengths import Histogram, read_lengths
-from repack_jax.plan import Group, Plan
-from repack_jax.simulator import simulate
+from repack_jax.plan.plan import Group, Plan
+from repack_jax.predict.cost_model import CostModel
+from repack_jax.predict.plan_times import predicted_s
+from repack_jax.predict.simulator import simulate
 from repack_jax.solver import SampleTooLong, solve
 from repack_jax.solver.bounds import lower_bound_s
-from repack_jax.timing import predicted_s
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Files = dict[str, 'np.ndarray | Histogram']

@@ -13,11 +13,7 @@ between nodes would add: for that see the byte counts.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
-import sys
 import time
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import bench_common
 import jax
@@ -25,17 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from models.context import StepContext
-from models.step import TrainStep
 from models.transformer import loss_sums
-from repack_jax import command_line, mesh
-from repack_jax.arrays import pack
-from repack_jax.attention import attention
-from repack_jax.compare import plan_lengths
+from repack_jax.commands import command_line
 from repack_jax.config import FULL, MODES, RunConfig
+from repack_jax.config.gin_files import load
 from repack_jax.data.batches import Batcher
 from repack_jax.data.sources import open_source
-from repack_jax.gin_files import load
+from repack_jax.ops.attention import attention
+from repack_jax.parallel import mesh
+from repack_jax.plan.arrays import pack
+from repack_jax.solver.compare import plan_lengths
+from repack_jax.training.context import StepContext
+from repack_jax.training.step import TrainStep
 
 
 class PlainContext(StepContext):

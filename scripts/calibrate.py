@@ -16,12 +16,9 @@ in the figures.
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 
 import bench_common
 import jax
@@ -29,11 +26,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from repack_jax import command_line, flops, mesh
-from repack_jax.attention import choose_attention
+from repack_jax.commands import command_line
 from repack_jax.config import FULL, ModelConfig, RunConfig
-from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD
-from repack_jax.gin_files import load
+from repack_jax.config.gin_files import load
+from repack_jax.ops.attention import choose_attention
+from repack_jax.parallel import mesh
+from repack_jax.predict import flops
+from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD
 
 ROUNDS = 15
 PROGRAM_S = 0.05  # a timed program repeats its step for about this long, which launching it must not distort

@@ -23,9 +23,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from compile_rules import (
+from repack_jax.checks import ConfigError
+from repack_jax.commands import command_line
+from repack_jax.compile_check import hlo, topology
+from repack_jax.compile_check.rules import (
   CORES,
   Check,
   byte_checks,
@@ -38,19 +39,17 @@ from compile_rules import (
   placement_check,
   table,
 )
-
-from repack_jax import command_line, hlo, topology, xla_flags
-from repack_jax.checks import ConfigError
-from repack_jax.cluster import MAX_DOMAIN_RANKS
-from repack_jax.compare import plan_lengths
 from repack_jax.config import FULL, SPARSE, RunConfig
+from repack_jax.config.cluster import MAX_DOMAIN_RANKS
+from repack_jax.config.gin_files import load
 from repack_jax.data.batches import Batcher
 from repack_jax.data.index import index_samples
 from repack_jax.data.lengths import length_batches, read_lengths
 from repack_jax.data.sources import open_source
-from repack_jax.gin_files import load
-from repack_jax.plan import DOMAIN, LOCAL, Plan
+from repack_jax.parallel import xla_flags
+from repack_jax.plan.plan import DOMAIN, LOCAL, Plan
 from repack_jax.solver import SampleTooLong
+from repack_jax.solver.compare import plan_lengths
 
 _SEARCHED_BATCHES = 64
 _PROFILES = Path(__file__).resolve().parent.parent / 'configs' / 'clusters'
@@ -114,8 +113,8 @@ def compile_step(
   """
   import jax
 
-  from models.step import TrainStep
-  from repack_jax.mesh import mesh_of
+  from repack_jax.parallel.mesh import mesh_of
+  from repack_jax.training.step import TrainStep
 
   step = TrainStep(run, mesh_of(devices, run.cluster))
   programs, seconds = {}, {}
@@ -135,8 +134,8 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
   """The table, the memory and the checks."""
   import jax
 
-  from repack_jax.attention import cudnn
-  from repack_jax.mesh import device_place
+  from repack_jax.ops.attention import cudnn
+  from repack_jax.parallel.mesh import device_place
 
   shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(step.state_shapes().params)]
   # A layer's own out of its stack, whose first two dimensions are repeats and layers.
@@ -178,7 +177,7 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
 def expert_rows(step: Any, plan: Plan) -> int:
   """Rows that a rank's grouped products multiply: those of its buffers, and what blocks lose."""
   from models.experts import block_rows
-  from models.grouped import product_rows
+  from repack_jax.ops.grouped import product_rows
 
   model, spread = step.run.model, step.contexts.expert_ranks
   if not model.num_experts:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.cluster import ClusterConfig
 from repack_jax.config import MODES, ModelConfig, PlannerConfig, allowed_sp_degrees
+from repack_jax.config.cluster import ClusterConfig
 from repack_jax.data.lengths import Histogram
 
 # 1F3S with experts, of the size that a few dozen GPUs train.

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from repack_jax.cluster import ClusterConfig
 from repack_jax.config import FULL, SPARSE, ModelConfig, PlannerConfig, allowed_sp_degrees
-from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD, CostModel
-from repack_jax.plan import Group, Plan
+from repack_jax.config.cluster import ClusterConfig
+from repack_jax.plan.plan import Group, Plan
+from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD, CostModel
 
 Members = tuple[int, list[int]]  # a group's size and its samples
 LayOut = Callable[[np.ndarray], list[Members] | None]  # groups of at most a domain's ranks; None: no room

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 
-from repack_jax.plan import Group, Plan
+from repack_jax.plan.plan import Group, Plan
 
 
 def random_plan(

@@ -3,12 +3,10 @@
 import gc
 import os
 import pathlib
-import sys
 
 NUM_DEVICES = 32
 MOST_MEMORY_MAPS = 25_000
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # The suite compiles far more than it runs, so XLA's backend optimizes little here.
 os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0'

@@ -9,9 +9,6 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from models.step import Sums, TrainStep
-from repack_jax import mesh
-from repack_jax.arrays import PlanArrays, pack
 from repack_jax.config import (
   ClusterConfig,
   DataConfig,
@@ -21,8 +18,11 @@ from repack_jax.config import (
   TrainConfig,
 )
 from repack_jax.data.samples import Sample
-from repack_jax.plan import Plan
+from repack_jax.parallel import mesh
+from repack_jax.plan.arrays import PlanArrays, pack
+from repack_jax.plan.plan import Plan
 from repack_jax.solver import solve
+from repack_jax.training.step import Sums, TrainStep
 
 MODEL = ModelConfig(
   d_model=32, num_layers=2, pattern='FS', num_heads=32, num_kv_heads=4, head_dim=4, window_tokens=7,

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from repack_jax.agreement import check_same_plan
+from repack_jax.parallel.agreement import check_same_plan
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = """
 import sys
 import jax
-from repack_jax.agreement import PlansDiffer, check_same_plan
+from repack_jax.parallel.agreement import PlansDiffer, check_same_plan
 address, process, digest = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 jax.config.update('jax_platforms', 'cpu')
 jax.distributed.initialize(address, 2, process)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from repack_jax.attention import attention, blockwise, choose_attention, get_attention
 from repack_jax.checks import ConfigError
+from repack_jax.ops.attention import attention, blockwise, choose_attention, get_attention
 
 # All of 300 tokens, so that one compiled program serves them; other lengths have a test of their own.
 PACKS = {
@@ -241,7 +241,7 @@ def test_inside_shard_map_switch_and_checkpoint():
 
 def test_choice_of_implementation(caplog):
   bfloat16, float32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
-  with caplog.at_level(logging.INFO, 'repack_jax.attention.api'):
+  with caplog.at_level(logging.INFO, 'repack_jax.ops.attention.api'):
     assert choose_attention('auto', 'cpu', float32, 8).name == 'blockwise'
     assert choose_attention('auto', 'tpu', bfloat16, 128).name == 'pallas_tpu'
     assert choose_attention('auto', 'gpu', bfloat16, 128).name == 'cudnn'

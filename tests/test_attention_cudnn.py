@@ -14,7 +14,7 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo as theirs
 from test_attention import PACKS, pack, tensors
 
-from repack_jax.attention import cudnn, reference
+from repack_jax.ops.attention import cudnn, reference
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 

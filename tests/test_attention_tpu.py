@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from repack_jax.attention import pallas_tiles, pallas_tpu, reference
-from repack_jax.attention.pallas_tiles import Blocks
+from repack_jax.ops.attention import pallas_tiles, pallas_tpu, reference
+from repack_jax.ops.attention.pallas_tiles import Blocks
 
 TOKENS = 700
 # Three key blocks of two query blocks each, the last of them beyond the last token.

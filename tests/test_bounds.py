@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from repack_jax.config import FULL, MODES, SPARSE, ClusterConfig, ModelConfig, PlannerConfig
-from repack_jax.cost import CostModel
-from repack_jax.plan import Plan
-from repack_jax.simulator import simulate
+from repack_jax.plan.plan import Plan
+from repack_jax.predict.cost_model import CostModel
+from repack_jax.predict.plan_times import predicted_s
+from repack_jax.predict.simulator import simulate
 from repack_jax.solver import solve
 from repack_jax.solver.bounds import compute_bound_s, lower_bound_s
-from repack_jax.timing import predicted_s
 
 MODEL = ModelConfig(
   vocab_size=256, d_model=16, num_layers=4, pattern='FSSS', num_heads=16, num_kv_heads=4, head_dim=4,

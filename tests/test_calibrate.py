@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from repack_jax import command_line, flops, gin_files, mesh
-from repack_jax.config import ClusterConfig, ModelConfig
+from repack_jax.commands import command_line
+from repack_jax.config import ClusterConfig, ModelConfig, gin_files
+from repack_jax.parallel import mesh
+from repack_jax.predict import flops
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = str(ROOT / 'tests' / 'mini.gin')
@@ -19,7 +21,6 @@ COMPUTE = ('matmul_flops_per_s', 'attention_flops_per_s')
 INTRA = ('intra_node_bytes_per_s', 'intra_node_latency_s')
 INTER = ('inter_node_bytes_per_s', 'inter_node_latency_s')
 
-sys.path.insert(0, str(ROOT / 'scripts'))
 import calibrate  # noqa: E402
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import train
-from repack_jax import mesh
-from repack_jax.checkpoint import Checkpoints
 from repack_jax.config import RunConfig
+from repack_jax.config.gin_files import load, resolved
 from repack_jax.data.sources import JsonlSource
-from repack_jax.gin_files import load, resolved
+from repack_jax.parallel import mesh
+from repack_jax.training.checkpoints import Checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = str(ROOT / 'tests' / 'mini.gin')

@@ -1,23 +1,20 @@
 """Reading a compiled program, and the rules for it: programs made by hand, each rule broken once."""
 
 import dataclasses
-import sys
 from pathlib import Path
 
 import cases
 import numpy as np
 import pytest
-from test_scripts import ROOT
 
-from repack_jax import flops, hlo, topology, xla_flags
 from repack_jax.checks import ConfigError
+from repack_jax.compile_check import hlo, rules, topology
+from repack_jax.compile_check.hlo import Collective
 from repack_jax.config import FULL, SPARSE, ClusterConfig, ModelConfig, RunConfig
-from repack_jax.cost import cross_node_bytes
-from repack_jax.hlo import Collective
-from repack_jax.mesh import neighbour_order
-
-sys.path.insert(0, str(ROOT / 'scripts'))
-import compile_rules as rules
+from repack_jax.parallel import xla_flags
+from repack_jax.parallel.mesh import neighbour_order
+from repack_jax.predict import flops
+from repack_jax.predict.cost_model import cross_node_bytes
 
 PROGRAM = (Path(__file__).parent / 'compiled_program.txt').read_text()
 

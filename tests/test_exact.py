@@ -2,22 +2,18 @@
 
 import dataclasses
 import itertools
-import sys
-from pathlib import Path
 
 import numpy as np
+import planner_peers
 import pytest
 
 from repack_jax.config import ClusterConfig, ModelConfig, PlannerConfig, allowed_sp_degrees
-from repack_jax.cost import CostModel
-from repack_jax.plan import Group, Plan, PlanError
+from repack_jax.plan.plan import Group, Plan, PlanError
+from repack_jax.predict.cost_model import CostModel
+from repack_jax.predict.plan_times import predicted_s
 from repack_jax.solver import solve
 from repack_jax.solver.bounds import lower_bound_s
 from repack_jax.solver.exact import exact
-from repack_jax.timing import predicted_s
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'scripts'))
-import planner_peers
 
 MODEL = ModelConfig(
   d_model=256, num_heads=16, num_kv_heads=4, head_dim=16, num_experts=8, compute_dtype='bfloat16'

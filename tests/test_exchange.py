@@ -15,10 +15,13 @@ import numpy as np
 import pytest
 from ragged import emulated_ragged_all_to_all
 
-from repack_jax import arrays, collectives, cost, mesh, reference
 from repack_jax.checks import ConfigError
 from repack_jax.config import FULL, SPARSE, ClusterConfig, ModelConfig, PlannerConfig
-from repack_jax.plan import DOMAIN, LOCAL, Group, Plan
+from repack_jax.exchange import collectives, reference
+from repack_jax.parallel import mesh
+from repack_jax.plan import arrays
+from repack_jax.plan.plan import DOMAIN, LOCAL, Group, Plan
+from repack_jax.predict import cost_model as cost
 
 SHAPES = {  # ranks: (ranks a node, query heads, key/value heads, head width, capacity)
   1: (1, 4, 2, 4, 5),

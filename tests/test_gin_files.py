@@ -8,9 +8,8 @@ from pathlib import Path
 import gin
 import pytest
 
-from repack_jax import gin_files
 from repack_jax.checks import ConfigError
-from repack_jax.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig
+from repack_jax.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, gin_files
 
 
 def load(text, *overrides):

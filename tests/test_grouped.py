@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from models import grouped
-from models.grouped import block_size, choose_grouped, grouped_matmul, num_blocks, product_rows
+from repack_jax.ops import grouped
+from repack_jax.ops.grouped import block_size, choose_grouped, grouped_matmul, num_blocks, product_rows
 
 ROWS, D, F = 100, 12, 20
 SPLITS = {

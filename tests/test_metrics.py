@@ -5,11 +5,11 @@ import json
 import pytest
 from model_runs import samples
 
-from repack_jax import flops
 from repack_jax.config import ClusterConfig, RunConfig
 from repack_jax.data.batches import Batch
-from repack_jax.metrics import MetricsFile, step_record, summary
-from repack_jax.pipeline import planned_steps
+from repack_jax.predict import flops
+from repack_jax.training.metrics import MetricsFile, step_record, summary
+from repack_jax.training.planned_steps import planned_steps
 
 
 def record(step: int, **values: object) -> dict:

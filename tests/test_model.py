@@ -21,18 +21,18 @@ from model_runs import (
 )
 from ragged import emulated_ragged_all_to_all
 
-from models.context import Contexts
 from models.experts import block_rows
-from models.loss import token_losses
-from models.step import TrainStep
 from models.transformer import stacks
-from repack_jax import flops
-from repack_jax.arrays import pack
-from repack_jax.attention import attention
 from repack_jax.config import FULL, MODES, SPARSE
-from repack_jax.mesh import RANK_BLOCKS, make_mesh
-from repack_jax.plan import DOMAIN, LOCAL, Group, Plan
+from repack_jax.ops.attention import attention
+from repack_jax.ops.loss import token_losses
+from repack_jax.parallel.mesh import RANK_BLOCKS, make_mesh
+from repack_jax.plan.arrays import pack
+from repack_jax.plan.plan import DOMAIN, LOCAL, Group, Plan
+from repack_jax.predict import flops
 from repack_jax.solver import solve
+from repack_jax.training.context import Contexts
+from repack_jax.training.step import TrainStep
 
 LENGTHS = {
   'giant': [SLOTS],

@@ -11,13 +11,15 @@ import jax
 import numpy as np
 import pytest
 
-from models.parameters import EXPERT_NAMES, leaf_name
 from models.transformer import init_parameters
-from repack_jax import cost, flops, memory
-from repack_jax.arrays import NO_TARGET, PADDING_SEGMENT, pack, route_arrays
 from repack_jax.config import FULL, SPARSE, ClusterConfig, ModelConfig, PlannerConfig
 from repack_jax.data.samples import Sample
-from repack_jax.plan import DOMAIN, LOCAL, Group, Plan, PlanError, Program
+from repack_jax.parallel.sharded import EXPERT_NAMES, leaf_name
+from repack_jax.plan.arrays import NO_TARGET, PADDING_SEGMENT, pack, route_arrays
+from repack_jax.plan.plan import DOMAIN, LOCAL, Group, Plan, PlanError, Program
+from repack_jax.predict import cost_model as cost
+from repack_jax.predict import flops
+from repack_jax.predict import sizes as memory
 
 ROOT = Path(__file__).resolve().parents[1]
 

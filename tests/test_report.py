@@ -16,15 +16,15 @@ import pytest
 from cases import random_plan
 
 import repack_jax.report
-from repack_jax.cluster import ClusterConfig
 from repack_jax.config import FULL, SPARSE, DataConfig, ModelConfig, PlannerConfig, RunConfig
-from repack_jax.cost import CostModel
-from repack_jax.plan import Group, Plan
+from repack_jax.config.cluster import ClusterConfig
+from repack_jax.plan.plan import Group, Plan
+from repack_jax.predict.cost_model import CostModel
+from repack_jax.predict.plan_times import plan_times
+from repack_jax.predict.simulator import CAUSES, simulate
 from repack_jax.report import Case, plan_page, trace, write_trace
 from repack_jax.report.data import exchange_bytes, held_blocks, page_data, work_blocks
 from repack_jax.report.timeline import NOT_SHOWN, timeline
-from repack_jax.simulator import CAUSES, simulate
-from repack_jax.timing import plan_times
 
 CAPACITY = 2048
 FOLDER = Path(repack_jax.report.__file__).parent

@@ -1,14 +1,14 @@
 """The commands that need no devices: plan.py and simulate.py, as a user runs them."""
 
 import gzip
-import importlib.util
+import importlib
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from repack_jax import command_line
+from repack_jax.commands import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = str(ROOT / 'configs/sim/paper_1f3s.gin')
@@ -17,10 +17,7 @@ MODES = {'static', 'parents', 'redistribute', 'repack', 'solve', 'bound'}
 
 
 def script(name: str):
-  spec = importlib.util.spec_from_file_location(name, ROOT / 'scripts' / f'{name}.py')
-  module = importlib.util.module_from_spec(spec)
-  spec.loader.exec_module(module)
-  return module
+  return importlib.import_module(f'repack_jax.commands.{name}')
 
 
 def shown(capsys, name: str, *args: str) -> str:

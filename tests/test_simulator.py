@@ -7,12 +7,12 @@ import cases
 import numpy as np
 import pytest
 
-from repack_jax import flops
 from repack_jax.config import FULL, SPARSE, ClusterConfig, ModelConfig
-from repack_jax.cost import CostModel, bytes_per_peer, cross_node_bytes
-from repack_jax.plan import Group, Plan
-from repack_jax.simulator import CAUSES, COMPUTE, TRANSFER, WAIT, simulate
-from repack_jax.timing import plan_times, predicted_s
+from repack_jax.plan.plan import Group, Plan
+from repack_jax.predict import flops
+from repack_jax.predict.cost_model import CostModel, bytes_per_peer, cross_node_bytes
+from repack_jax.predict.plan_times import plan_times, predicted_s
+from repack_jax.predict.simulator import CAUSES, COMPUTE, TRANSFER, WAIT, simulate
 
 MODEL = ModelConfig(
   vocab_size=256, d_model=8, num_layers=4, pattern='FSSS', num_heads=16, num_kv_heads=4, head_dim=2,

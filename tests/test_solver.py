@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from repack_jax.checks import ConfigError
 from repack_jax.config import FULL, MODES, SPARSE, ClusterConfig, ModelConfig, PlannerConfig
-from repack_jax.cost import CostModel, cross_node_bytes, row_tokens
-from repack_jax.plan import Group, Plan, PlanError
-from repack_jax.simulator import simulate
+from repack_jax.plan.plan import Group, Plan, PlanError
+from repack_jax.predict.cost_model import CostModel, cross_node_bytes, row_tokens
+from repack_jax.predict.simulator import simulate
 from repack_jax.solver import SampleTooLong, solve, static_degree
 
 ROOT = Path(__file__).resolve().parents[1]

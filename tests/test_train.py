@@ -30,7 +30,7 @@ FIELDS = {
 SIGNALLED = """
 import os, signal, sys, time
 import train
-from repack_jax.metrics import MetricsFile
+from repack_jax.training.metrics import MetricsFile
 
 names, step, awaited, *argv = sys.argv[1:]
 write = MetricsFile.write

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.arrays import NO_TARGET
+from repack_jax.plan.arrays import NO_TARGET
 
 
 def tokenize_bytes(content: bytes) -> np.ndarray:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from repack_jax.config import RunConfig
-from repack_jax.plan import Plan
-from repack_jax.simulator import TRANSFER, WAIT, Simulated, Spans
+from repack_jax.plan.plan import Plan
+from repack_jax.predict.simulator import TRANSFER, WAIT, Simulated, Spans
+from repack_jax.solver.compare import BASELINE, simulate_modes
 
 # What a cause of `simulator.CAUSES` is a kind of, in the order of legends.
 FAMILIES = ('compute', 'padding', 'exchange', 'parameters', 'waiting')
@@ -72,3 +75,11 @@ def family(cause: str) -> str:
   if cause in TRANSFER:
     return 'exchange'
   return 'padding' if cause == 'padding' else 'compute'
+
+
+def cases_of(run: RunConfig, lengths: Sequence[int] | np.ndarray) -> list[Case]:
+  """What a picture of a batch shows: the baseline first, then the modes up to the config's own."""
+  own = run.planner.mode
+  modes = {'static': (BASELINE, 'static'), 'solve': (BASELINE, 'repack', 'solve')}.get(own, (BASELINE, own))
+  found = simulate_modes(run, lengths, tuple(dict.fromkeys(modes)), spans=True)
+  return [Case(mode, plans, step) for mode, (plans, step) in found.items()]

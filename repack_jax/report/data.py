@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from repack_jax.config import FULL, ModelConfig, RunConfig
-from repack_jax.cost import CostModel, bytes_per_peer
-from repack_jax.plan import Group, Plan
+from repack_jax.plan.plan import Group, Plan
+from repack_jax.predict.cost_model import CostModel, bytes_per_peer
+from repack_jax.predict.simulator import CAUSES
 from repack_jax.report import words
 from repack_jax.report.case import FAMILIES, Case, check_cases, family
 from repack_jax.report.timeline import pattern_period, timeline
-from repack_jax.simulator import CAUSES
 
 Data = dict[str, Any]
 # [sample, amount, sample, amount, ...] in the order in which they lie.

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from repack_jax.config import RunConfig
+from repack_jax.predict.simulator import CAUSES
 from repack_jax.report.case import Case, check_cases, family
-from repack_jax.simulator import CAUSES
 
 Event = dict[str, Any]
 

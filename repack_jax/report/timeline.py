@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from repack_jax.config import ModelConfig
+from repack_jax.predict.simulator import Spans
 from repack_jax.report.case import Case
-from repack_jax.simulator import Spans
 
 # With more spans than these the page holds only some layers. Eight characters a span: 1.6 MB a case.
 MOST_SPANS = 200_000

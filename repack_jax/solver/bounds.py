@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from repack_jax import flops
-from repack_jax.cluster import ClusterConfig
 from repack_jax.config import FULL, SPARSE, ModelConfig, PlannerConfig, allowed_sp_degrees
-from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD, CostModel
+from repack_jax.config.cluster import ClusterConfig
+from repack_jax.predict import flops
+from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD, CostModel
 
 
 def compute_bound_s(lengths: np.ndarray, cluster: ClusterConfig, model: ModelConfig) -> float:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from repack_jax.config import FULL, SPARSE
-from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD, CostModel, bytes_per_peer
-from repack_jax.plan import Group
+from repack_jax.plan.plan import Group
+from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD, CostModel, bytes_per_peer
 from repack_jax.solver import search
 
 # Effort. Short samples are searched in bundles of a rank's mean tokens over _BUNDLES (over _SMALL_BUNDLES

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 from ortools.sat.python import cp_model
 
-from repack_jax.cluster import ClusterConfig
 from repack_jax.config import ModelConfig, PlannerConfig
-from repack_jax.cost import CostModel
-from repack_jax.plan import Group, Plan
+from repack_jax.config.cluster import ClusterConfig
+from repack_jax.plan.plan import Group, Plan
+from repack_jax.predict.cost_model import CostModel
+from repack_jax.predict.plan_times import predicted_s
 from repack_jax.solver.exact_program import Block, Program
 from repack_jax.solver.solve import solve
-from repack_jax.timing import predicted_s
 
 _STOP = 1e-5  # the relative gap at which the search is done
 

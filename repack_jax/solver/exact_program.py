@@ -13,7 +13,7 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from repack_jax.config import FULL, SPARSE, PlannerConfig, allowed_sp_degrees
-from repack_jax.cost import ATTENTION_BACKWARD_OVER_FORWARD, CostModel, bytes_per_peer
+from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD, CostModel, bytes_per_peer
 from repack_jax.solver.bounds import lower_bound_s
 
 _UNITS = 1e9  # what the lower bound is worth

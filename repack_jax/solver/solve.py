@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from repack_jax.cluster import ClusterConfig
 from repack_jax.config import FULL, ModelConfig, PlannerConfig, allowed_sp_degrees
-from repack_jax.cost import CostModel, row_tokens
-from repack_jax.plan import Group, Plan, PlanError
-from repack_jax.simulator import simulate
+from repack_jax.config.cluster import ClusterConfig
+from repack_jax.plan.plan import Group, Plan, PlanError
+from repack_jax.predict.cost_model import CostModel, row_tokens
+from repack_jax.predict.simulator import simulate
 from repack_jax.solver.domain import Domain, Layouts
 from repack_jax.solver.search import fill_bins
 

@@ -1,0 +1,329 @@
+"""What has to hold of a compiled training step, and the table of what was found. No compiler needed.
+
+Axis legend as in `repack_jax/collectives.py`.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from repack_jax.compile_check.hlo import Array, Collective
+from repack_jax.config import FULL, LAYER_SCOPES, SPARSE, ModelConfig, RunConfig
+from repack_jax.exchange import reference
+from repack_jax.parallel.xla_flags import DECOMPOSER
+from repack_jax.plan.plan import LOCAL, Plan
+from repack_jax.predict import flops
+from repack_jax.predict.cost_model import PADDED_ROW_BYTES
+from repack_jax.predict.sizes import DTYPE_BYTES
+
+KINDS = {FULL: 'full', SPARSE: 'sparse'}
+ATTENTION, EXPERTS, PARAMETERS, METADATA, OTHER = (
+  'attention exchange', 'expert exchange', 'parameters and sums', 'metadata', 'activations otherwise'
+)  # fmt: skip
+TOLERANCE = 0.05  # of bytes against the plan's
+# Of matrix products against the model's own count; a dense lowering of E experts does E / k times the work.
+MOST_FLOPS_RATIO = 1.15
+RAGGED = 'ragged-all-to-all'
+CORES = r'attention/(core|solo)'  # the scopes of attention cores, whose work follows the plan
+
+
+class Found(NamedTuple):
+  """A collective of the program and what it is for.
+
+  Attributes:
+    kind: `F`, `S`, or '' outside layers.
+    direction: `forward` or `backward`.
+    stray: the arrays of it that are neither parameters nor metadata, where it is not an exchange.
+  """
+
+  collective: Collective
+  purpose: str
+  kind: str
+  direction: str
+  stray: tuple[Array, ...] = ()
+
+
+@dataclass(frozen=True)
+class Check:
+  """One rule: what was found, and what to do where it does not hold."""
+
+  name: str
+  passed: bool
+  found: str
+  remedy: str
+
+
+def classify(collectives: Iterable[Collective], parameter_sizes: Iterable[int]) -> list[Found]:
+  """What each collective is for.
+
+  Args:
+    parameter_sizes: elements that a parameter, of one layer, has on a rank, on a node's way and whole.
+  """
+  sizes = np.unique(list(parameter_sizes))
+  found = []
+  for collective in collectives:
+    scope = collective.scope
+    kind = next((kind for kind, layer in LAYER_SCOPES.items() if layer in scope), '')
+    direction = 'backward' if 'transpose(' in scope else 'forward'
+    stray: tuple[Array, ...] = ()
+    if all(array.is_integer for array in collective.results):
+      purpose = METADATA
+    elif collective.kind == RAGGED:
+      purpose = EXPERTS if 'feed_forward' in scope else ATTENTION
+    else:
+      stray = tuple(
+        a for a in collective.results if not a.is_integer and not _is_parameter(a, sizes, collective, kind)
+      )
+      purpose = OTHER if stray else PARAMETERS
+    found.append(Found(collective, purpose, kind, direction, stray))
+  return found
+
+
+def _is_parameter(array: Array, sizes: np.ndarray, collective: Collective, kind: str) -> bool:
+  """A parameter, or the step's sums.
+
+  XLA pads what it scatters by a few rows, and shifts those to where they belong with permutations.
+  """
+  if not kind and collective.kind in ('all-reduce', 'collective-permute'):
+    return True
+  place = np.searchsorted(sizes, array.elements, side='right') - 1
+  return bool(place >= 0 and array.elements <= 1.05 * sizes[place])
+
+
+def parameter_sizes(shard_shapes: Iterable[tuple[int, ...]], nodes: int, local: int) -> set[int]:
+  """Elements of a parameter's shard, of what a node's gather gives, and of the whole."""
+  elements = {int(np.prod(shape)) for shape in shard_shapes}
+  return {n * ways for n in elements for ways in (1, nodes, local, nodes * local)}
+
+
+def table(found: Sequence[Found], ranks_per_node: int) -> list[dict[str, object]]:
+  """A row for each layer kind, direction, purpose and kind of collective, all that are alike together."""
+  rows: dict[tuple, dict[str, object]] = {}
+  for one in found:
+    groups = one.collective.groups
+    across = spans_nodes(groups, ranks_per_node)
+    size = len(groups[0]) if groups else 0
+    key = (one.kind, one.direction, one.purpose, one.collective.kind, len(groups), size, across,
+           one.collective.asynchronous)  # fmt: skip
+    row = rows.setdefault(
+      key,
+      {
+        'layer': KINDS.get(one.kind, '-'),
+        'direction': one.direction,
+        'purpose': one.purpose,
+        'collective': one.collective.kind,
+        'times': 0,
+        'groups': f'{len(groups)} x {size}',
+        'span': 'across nodes' if across else 'inside a node',
+        'buffer_bytes': 0,
+        'asynchronous': one.collective.asynchronous,
+      },
+    )
+    row['times'] += one.collective.times  # type: ignore[operator]
+    row['buffer_bytes'] += one.collective.times * sum(  # type: ignore[operator]
+      array.elements * array.item_bytes for array in one.collective.results
+    )
+  order = {purpose: i for i, purpose in enumerate((ATTENTION, EXPERTS, OTHER, PARAMETERS, METADATA))}
+  return sorted(
+    rows.values(),
+    key=lambda r: (order[str(r['purpose'])], str(r['layer']), str(r['direction']) == 'backward'),
+  )
+
+
+def spans_nodes(groups: Sequence[Sequence[int]], ranks_per_node: int) -> bool:
+  return any(len({rank // ranks_per_node for rank in group}) > 1 for group in groups)
+
+
+# --- the rules ------------------------------------------------------------------------------------------
+
+
+def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan) -> list[Check]:
+  """Two exchanges a layer and direction, nothing else on activations, sparse ones inside nodes."""
+  checks = []
+  for purpose in (ATTENTION, EXPERTS):
+    layers_of = {kind: _layers(model, kind, purpose) for kind in KINDS}
+    times: dict[tuple[str, str], int] = defaultdict(int)
+    for one in found:
+      if one.purpose == purpose:
+        times[one.kind, one.direction] += one.collective.times
+    expected = {
+      (kind, direction): 2 * layers
+      for kind, layers in layers_of.items() for direction in ('forward', 'backward') if layers
+    }  # fmt: skip
+    if purpose == EXPERTS and not times:
+      continue
+    text = ', '.join(
+      f'{KINDS.get(kind, "outside layers")} {direction} {n} of {expected.get((kind, direction), 0)}'
+      for (kind, direction), n in sorted(times.items())
+    )
+    checks.append(Check(
+      f'two {RAGGED} a layer and direction: {purpose}', dict(times) == expected, text or 'none',
+      'the compiler changed the exchange, or remat repeats it: see the table',
+    ))  # fmt: skip
+  own = [one for one in found if one.purpose == METADATA and 'all_to_all' in one.collective.scope
+         and '/attention/' in one.collective.scope]  # fmt: skip
+  checks.append(Check(
+    'no exchange of offsets of our own', not own, f'{len(own)} in attention',
+    'the custom gradient of dispatch and combine was lost: differentiate `ulysses_attention` as it is',
+  ))  # fmt: skip
+  strays = [
+    f'{one.collective.kind} of {array.dtype}{list(array.dims)}' for one in found for array in one.stray
+  ]
+  checks.append(Check(
+    'no other collective on activations', not strays, '; '.join(strays) or 'none',
+    "on GPU this is XLA's rewrite of ragged all-to-alls across hosts: leave "
+    f'--{DECOMPOSER}=false in XLA_FLAGS',
+  ))  # fmt: skip
+  if plan.scope(SPARSE) == LOCAL:
+    exchanges = [one for one in found if one.kind == SPARSE and one.purpose in (ATTENTION, EXPERTS, OTHER)]
+    outside = [one for one in exchanges if spans_nodes(one.collective.groups, plan.ranks_per_node)]
+    checks.append(Check(
+      "sparse layers' exchanges stay inside nodes", not outside and bool(exchanges),
+      f'{len(outside)} of {len(exchanges)} leave them',
+      "the exchange was built for another scope than the plan's",
+    ))  # fmt: skip
+  return checks
+
+
+def _layers(model: ModelConfig, kind: str, purpose: str) -> int:
+  """Layers of a kind that have this exchange."""
+  of_kind = [layer for layer, own in enumerate(model.layer_kinds) if own == kind]
+  return sum(purpose == ATTENTION or model.has_experts(layer) for layer in of_kind)
+
+
+class Moved(NamedTuple):
+  """Bytes of one micro-batch's activations, both passes, all ranks: between ranks, and between nodes."""
+
+  total: float
+  cross_node: float
+
+
+def plan_bytes(plan: Plan, model: ModelConfig) -> dict[tuple[str, str], Moved]:
+  """What the plan itself moves in one exchange, by layer kind and site."""
+  ranks = np.arange(plan.num_ranks)
+  others = ranks[:, None] != ranks
+  nodes = ranks // plan.ranks_per_node
+  across = nodes[:, None] != nodes
+  head_bytes = model.head_dim * DTYPE_BYTES[model.compute_dtype]
+  moved = {}
+  for kind in KINDS:
+    sent = reference.sent_elements(plan, kind, model.num_heads, model.num_kv_heads)
+    for site, heads in zip(('dispatch', 'combine'), sent, strict=True):
+      moved[kind, site] = Moved(*(float(heads[where].sum() * head_bytes) for where in (others, across)))
+  return moved
+
+
+def byte_checks(
+  found: Sequence[Found], model: ModelConfig, plan: Plan, buffer_rows: dict[tuple[str, str], int]
+) -> list[Check]:
+  """The bytes that the compiled operations move are the plan's.
+
+  A ragged all-to-all moves the rows that its sizes say, of the length that the layout gives them; any other
+  collective moves all of its arrays.
+
+  Args:
+    buffer_rows: rows of the buffer that each (layer kind, site) receives into: it tells the sites apart.
+  """
+  own = plan_bytes(plan, model)
+  wanted = np.zeros(2)
+  for (kind, _), bytes_moved in own.items():
+    wanted += 2 * model.layer_kinds.count(kind) * np.array(bytes_moved)
+  compiled = np.zeros(2)
+  padded = set()
+  for one in found:
+    if one.purpose == ATTENTION and one.kind:
+      (array, *_) = one.collective.results
+      held, taken = array.row_bytes
+      # Backward, the combine's buffer is the dispatch's and the other way round.
+      sites = [s for s in ('dispatch', 'combine') if buffer_rows[one.kind, s] == array.dims[0]]
+      total, cross = own[one.kind, sites[0] if sites else 'dispatch']
+      if not spans_nodes(one.collective.groups, plan.ranks_per_node):
+        total, cross = total - cross, 0.0
+      compiled += one.collective.times * np.array([total, cross]) * taken / held
+      if taken != held:
+        padded.add(f'rows of {held} bytes take {taken}')
+    for array in one.stray:
+      compiled += one.collective.times * np.array(_moved(one.collective, array, plan))
+  checks = []
+  for name, got, want in zip(('moved', 'moved across nodes'), compiled, wanted, strict=True):
+    ratio = got / want if want else 1.0 if not got else np.inf
+    checks.append(Check(
+      f"bytes {name} are the plan's", bool(abs(ratio - 1) <= TOLERANCE),
+      '; '.join([f'{got / 1e6:,.1f} MB of {want / 1e6:,.1f} MB ({ratio:.3f} times)', *sorted(padded)]),
+      'rows are padded on the wire (those of a TPU must be multiples of '
+      f'{PADDED_ROW_BYTES} bytes: cost.row_tokens), or a '
+      'collective moves whole buffers: see the table',
+    ))  # fmt: skip
+  return checks
+
+
+def _moved(collective: Collective, array: Array, plan: Plan) -> Moved:
+  """Of a collective that is not ragged, all ranks: what each of a group receives from the others."""
+  whole = array.elements * array.item_bytes
+  if collective.kind == 'reduce-scatter':
+    whole *= max(map(len, collective.groups), default=1)
+  passes = 2 if collective.kind == 'all-reduce' else 1
+  total = cross = 0.0
+  for group in collective.groups:
+    nodes = np.array(group) // plan.ranks_per_node
+    for node in nodes:
+      total += passes * whole * (len(group) - 1) / len(group)
+      cross += passes * whole * (nodes != node).sum() / len(group)
+  return Moved(total, cross)
+
+
+def matmul_check(counted: int, run: RunConfig, slots: int, expert_rows: int) -> Check:
+  """Matrix products outside attention cores: those of the model's own count, and what is computed again.
+
+  Args:
+    slots: token slots of a rank.
+    expert_rows: rows that its experts' products have room for: more than its slots' where they are spread.
+  """
+  model = run.model
+  passes = flops.TRAIN_OVER_FORWARD + (model.remat == 'layer')
+  layers = flops.linear_flops_per_token(model) - flops.logits_flops_per_token(model)
+  routed = sum(flops.routed_flops_per_token(model, layer) for layer in range(model.num_layers))
+  own = passes * slots * (layers - routed)
+  own += passes * expert_rows * routed // max(1, model.experts_per_token)
+  # The loss computes its logits again in the backward pass.
+  own += (flops.TRAIN_OVER_FORWARD + 1) * slots * flops.logits_flops_per_token(model)
+  ratio = counted / own
+  return Check(
+    "matrix products are the model's own", 1 / MOST_FLOPS_RATIO <= ratio <= MOST_FLOPS_RATIO,
+    f'{counted / 1e9:,.2f} GFLOP of {own / 1e9:,.2f} a rank ({ratio:.3f} times), attention cores apart',
+    'grouped products run as dense ones, or products are computed more often than remat asks for',
+  )  # fmt: skip
+
+
+def placement_check(places: Sequence[Sequence[tuple[int, ...]]]) -> Check:
+  """`local` lies on the fast link: each row of it fills a box of the torus, or is one host's.
+
+  Args:
+    places: of each device of each row, as `mesh.device_place` has it.
+  """
+  spans = [np.ptp(row, axis=0) + 1 for row in np.asarray(places)]
+  is_torus = len(spans[0]) > 1
+  good = [np.prod(span) == (len(row) if is_torus else 1) for span, row in zip(spans, places, strict=True)]
+  box = ' x '.join(str(n) for n in spans[0][1:]) if is_torus else 'one host'
+  return Check(
+    '`local` lies on the fast link', all(good), f'{sum(good)} of {len(places)} nodes, the first of {box}',
+    'no box of so many neighbours tiles the topology: set another ClusterConfig.ranks_per_node',
+  )  # fmt: skip
+
+
+def memory_check(sizes: dict[str, int], memory_bytes: float) -> Check:
+  """All that a device holds during the step against what it has."""
+  total = sum(sizes.values())
+  return fits(
+    not memory_bytes or total <= memory_bytes, f'{total / 1e9:,.2f} GB of {memory_bytes / 1e9:,.1f} GB'
+  )
+
+
+def fits(passed: bool, found: str) -> Check:
+  remedy = 'lower PlannerConfig.capacity_tokens, take more nodes, or a smaller model'
+  return Check('the step fits the device', passed, found, remedy)

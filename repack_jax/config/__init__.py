@@ -1,0 +1,32 @@
+"""The configs of a run, and their gin files. Nothing here imports JAX."""
+
+from repack_jax.checks import ConfigError
+from repack_jax.config.cluster import ClusterConfig
+from repack_jax.config.model import FULL, LAYER_SCOPES, SPARSE, ModelConfig
+from repack_jax.config.run import (
+  MODES,
+  DataConfig,
+  OptimizerConfig,
+  PlannerConfig,
+  RunConfig,
+  SimulatorConfig,
+  TrainConfig,
+  allowed_sp_degrees,
+)
+
+__all__ = [
+  'FULL',
+  'LAYER_SCOPES',
+  'MODES',
+  'SPARSE',
+  'ClusterConfig',
+  'ConfigError',
+  'DataConfig',
+  'ModelConfig',
+  'OptimizerConfig',
+  'PlannerConfig',
+  'RunConfig',
+  'SimulatorConfig',
+  'TrainConfig',
+  'allowed_sp_degrees',
+]

@@ -1,0 +1,239 @@
+"""The configs of a run: frozen dataclasses, checked when they are made.
+
+Nothing here imports JAX: `train.py` reads a config before it starts JAX, since the config says how
+many devices to emulate, and the planner and simulator use configs on machines without JAX.
+Loading them from gin files is in `gin_files.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from repack_jax.checks import check_choice, check_min, check_types, is_power_of_two, require
+from repack_jax.config.cluster import ClusterConfig
+from repack_jax.config.model import ModelConfig
+
+MODES = ('static', 'parents', 'repack', 'solve')
+
+
+@dataclass(frozen=True)
+class DataConfig:
+  """The documents and how they become batches. Batches depend on this config alone, never on the mesh.
+
+  Attributes:
+    source: a folder (one document a file), a `.jsonl` file (one document a line), or `stdlib`: the
+      source files of the Python that runs, which every machine has. `~` is expanded.
+    file_glob: which files of a folder are documents; hidden ones never are.
+    text_field: the field of a `.jsonl` line that holds the text.
+    batch_tokens: a batch takes samples until the next one would exceed this many tokens.
+    max_document_tokens: longest sample; what happens to longer documents is `long_documents`:
+      `split` (into samples of at most this length, nothing is lost), `truncate`, `drop` or `error`.
+    seed: of the order of samples, which is drawn anew each epoch.
+  """
+
+  source: str = 'stdlib'
+  file_glob: str = '**/*'
+  text_field: str = 'text'
+  batch_tokens: int = 8192
+  max_document_tokens: int = 4096
+  long_documents: str = 'split'
+  seed: int = 0
+
+  def __post_init__(self) -> None:
+    check_types(self)
+    check_choice(self, long_documents=('split', 'truncate', 'drop', 'error'))
+    check_min(self, 1, 'batch_tokens', 'max_document_tokens')
+    check_min(self, 0, 'seed')
+    require(self.source != '', 'DataConfig.source', self.source, "name a folder, a .jsonl file or 'stdlib'")
+    require(
+      self.batch_tokens >= self.max_document_tokens, 'DataConfig.batch_tokens', self.batch_tokens,
+      f'must be at least max_document_tokens = {self.max_document_tokens}, or one sample exceeds a batch',
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlannerConfig:
+  """How samples are laid on ranks.
+
+  Attributes:
+    mode: `static` (one SP degree for everything), `parents` (mixed SP degrees, the same in all layers:
+      repacking disabled), `repack` (node-local children inside those parents) or `solve` (parents chosen for
+      what their children can reach).
+    capacity_tokens: token slots of a rank at most.
+    capacity_step_tokens: a plan's program has as many slots a rank as its fullest rank needs, rounded up to a
+      multiple of this; one program is compiled for each number. 0 always takes `capacity_tokens`.
+    max_sp_degree: widest group the planner makes.
+    static_sp_degree: the degree of mode `static`; 0 takes the smallest that holds a sample of
+      `DataConfig.max_document_tokens`.
+    lookahead_steps: batches planned and packed ahead of the device, in the background.
+  """
+
+  mode: str = 'solve'
+  capacity_tokens: int = 512
+  capacity_step_tokens: int = 0
+  max_sp_degree: int = 32
+  static_sp_degree: int = 0
+  lookahead_steps: int = 2
+
+  def __post_init__(self) -> None:
+    check_types(self)
+    check_choice(self, mode=MODES)
+    check_min(self, 1, 'capacity_tokens', 'lookahead_steps')
+    check_min(self, 0, 'capacity_step_tokens')
+    require(
+      is_power_of_two(self.max_sp_degree), 'PlannerConfig.max_sp_degree', self.max_sp_degree,
+      'must be a power of two',
+    )  # fmt: skip
+    require(
+      self.static_sp_degree == 0 or is_power_of_two(self.static_sp_degree),
+      'PlannerConfig.static_sp_degree', self.static_sp_degree, 'must be 0 or a power of two',
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SimulatorConfig:
+  """What `scripts/simulate.py` plays: where its lengths come from.
+
+  Attributes:
+    lengths: a file of lengths (`repack_jax/data/lengths.py` says which kinds there are); `DataConfig` says
+      how they become batches.
+    steps: steps to simulate.
+    seed: of the order, or of the draw where the file is a histogram.
+    tail_from_tokens, tail_scale: lengths of at least `tail_from_tokens` are multiplied by `tail_scale`.
+  """
+
+  lengths: str = ''
+  steps: int = 200
+  seed: int = 0
+  tail_from_tokens: int = 0
+  tail_scale: float = 1.0
+
+  def __post_init__(self) -> None:
+    check_types(self)
+    check_min(self, 1, 'steps')
+    check_min(self, 0, 'seed', 'tail_from_tokens')
+    require(self.tail_scale > 0, 'SimulatorConfig.tail_scale', self.tail_scale, 'must be above 0')
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+  """AdamW with linear warmup and a decay to `final_learning_rate_fraction` of the peak."""
+
+  learning_rate: float = 3e-3
+  warmup_steps: int = 10
+  schedule: str = 'cosine'
+  final_learning_rate_fraction: float = 0.1
+  beta1: float = 0.9
+  beta2: float = 0.95
+  eps: float = 1e-8
+  weight_decay: float = 0.1
+  clip_norm: float = 1.0
+
+  def __post_init__(self) -> None:
+    check_types(self)
+    check_choice(self, schedule=('cosine', 'linear', 'constant'))
+    check_min(self, 0, 'warmup_steps', 'final_learning_rate_fraction', 'weight_decay')
+    for name in ('learning_rate', 'eps', 'clip_norm'):
+      require(getattr(self, name) > 0, f'OptimizerConfig.{name}', getattr(self, name), 'must be above 0')
+    for name in ('beta1', 'beta2'):
+      value = getattr(self, name)
+      require(0 <= value < 1, f'OptimizerConfig.{name}', value, 'must lie in [0, 1)')
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+  """The run.
+
+  Attributes:
+    steps: optimizer steps in all (a resumed run counts those done before).
+    seed: of the initial weights.
+    checkpoint_every: steps between checkpoints; 0 keeps only the one written at the end.
+    keep_checkpoints: how many of the latest are kept.
+    draw_every_steps: a page with the plan of every so manieth step goes to the workdir; 0 draws none.
+    exchange: `ragged` (one native ragged all-to-all; TPU and GPU), `dense` (padded all-to-all; runs
+      everywhere) or `auto` (ragged where the backend has it).
+    attention: `pallas_tpu`, `cudnn` (bfloat16 on GPU), `blockwise` (portable), `reference` (dense mask, for
+      tests) or `auto` (the platform's own where it serves the model, else blockwise).
+    grouped: the experts' products: `ragged_dot` (XLA's: a grouped kernel on TPU, mostly dense elsewhere),
+      `blocks` (a loop over rows of one expert) or `auto` (ragged_dot on TPU, else blocks).
+  """
+
+  steps: int = 100
+  seed: int = 0
+  checkpoint_every: int = 0
+  keep_checkpoints: int = 2
+  draw_every_steps: int = 0
+  exchange: str = 'auto'
+  attention: str = 'auto'
+  grouped: str = 'auto'
+
+  def __post_init__(self) -> None:
+    check_types(self)
+    check_choice(
+      self,
+      exchange=('auto', 'ragged', 'dense'),
+      attention=('auto', 'pallas_tpu', 'cudnn', 'blockwise', 'reference'),
+      grouped=('auto', 'ragged_dot', 'blocks'),
+    )
+    check_min(self, 1, 'steps', 'keep_checkpoints')
+    check_min(self, 0, 'seed', 'checkpoint_every', 'draw_every_steps')
+
+
+def allowed_sp_degrees(cluster: ClusterConfig, model: ModelConfig, planner: PlannerConfig) -> tuple[int, ...]:
+  """SP degrees that heads, mesh and planner all allow, ascending; 1 is always among them."""
+  widest = min(cluster.domain_ranks, planner.max_sp_degree)
+  return tuple(p for p in model.sp_degrees if p <= widest)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+  """All configs, checked against each other."""
+
+  cluster: ClusterConfig = ClusterConfig()
+  model: ModelConfig = ModelConfig()
+  data: DataConfig = DataConfig()
+  planner: PlannerConfig = PlannerConfig()
+  optimizer: OptimizerConfig = OptimizerConfig()
+  train: TrainConfig = TrainConfig()
+  simulator: SimulatorConfig = SimulatorConfig()
+
+  def __post_init__(self) -> None:
+    cluster, model, data, planner = self.cluster, self.model, self.data, self.planner
+    degrees = allowed_sp_degrees(cluster, model, planner)
+    widest_possible = min(cluster.domain_ranks, planner.max_sp_degree)
+    require(
+      widest_possible == 1 or len(degrees) > 1, 'ModelConfig.num_heads', model.num_heads,
+      f'no SP degree above 1 divides {model.num_heads} query and {model.num_kv_heads} key/value heads; '
+      f'use a multiple of {widest_possible} to reach SP{widest_possible}',
+    )  # fmt: skip
+    require(
+      data.max_document_tokens <= degrees[-1] * planner.capacity_tokens,
+      'DataConfig.max_document_tokens', data.max_document_tokens,
+      f'a sample this long fits no group: the widest is SP{degrees[-1]} '
+      f'({cluster.domain_ranks} ranks a domain, {model.num_heads} heads, max_sp_degree '
+      f'{planner.max_sp_degree}) at {planner.capacity_tokens} tokens a rank. Raise '
+      'PlannerConfig.capacity_tokens or the number of ranks, or lower it',
+    )  # fmt: skip
+    if planner.mode == 'static' and planner.static_sp_degree:
+      require(
+        planner.static_sp_degree in degrees
+        and data.max_document_tokens <= planner.static_sp_degree * planner.capacity_tokens,
+        'PlannerConfig.static_sp_degree', planner.static_sp_degree,
+        f'must be one of {degrees} and hold max_document_tokens = {data.max_document_tokens} '
+        f'at {planner.capacity_tokens} tokens a rank',
+      )  # fmt: skip
+    if model.num_experts and model.expert_placement == 'spread':
+      require(
+        model.num_experts % cluster.ranks_per_node == 0, 'ModelConfig.num_experts', model.num_experts,
+        f'must be a multiple of ClusterConfig.ranks_per_node = {cluster.ranks_per_node} to spread over '
+        "it; or set ModelConfig.expert_placement = 'replicated'",
+      )  # fmt: skip
+    require(
+      model.vocab_size >= 256, 'ModelConfig.vocab_size', model.vocab_size,
+      'documents are tokenized into bytes, which needs at least 256 entries',
+    )  # fmt: skip
+
+  def sections(self) -> tuple[object, ...]:
+    """The configs in the order of the fields."""
+    return tuple(getattr(self, field.name) for field in dataclasses.fields(self))

@@ -1,0 +1,100 @@
+"""Attention of one layer over a group of ranks: dispatch, core, combine.
+
+Axis legend as in `collectives.py`. The core runs under a `lax.switch` on the rank's SP degree, so ranks
+of different degrees share one program. It is a `custom_vjp` of its own on the flat rows: differentiating
+the switch would save the residuals of every branch.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from repack_jax.exchange.collectives import Exchange, combine, dispatch, join_rows, split_heads
+from repack_jax.ops.attention import KEPT, AttentionImpl, attend
+from repack_jax.plan.arrays import PADDING_SEGMENT, Route
+
+
+def ulysses_attention(
+  ex: Exchange,
+  impl: AttentionImpl,
+  window: int | None,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  route: Route,
+) -> jax.Array:
+  """Causal attention inside each sample of the rank's group: q [T, H, D], k and v [T, K, D] -> [T, H, D].
+
+  Exactly two exchanges forward and two backward. Padding slots are zero in the result and inert.
+  """
+  with jax.named_scope('dispatch'):
+    rows = checkpoint_name(dispatch(ex, q, k, v, route), KEPT)
+  with jax.named_scope('core'):
+    out = _core(ex, impl, window, rows, route)
+  with jax.named_scope('combine'):
+    return checkpoint_name(combine(ex, out, route), KEPT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _core(ex: Exchange, impl: AttentionImpl, window: int | None, rows: jax.Array, route: Route) -> jax.Array:
+  return _core_fwd(ex, impl, window, rows, route)[0]
+
+
+def _core_fwd(ex, impl, window, rows, route):
+  def forward(degree: int):
+    tokens = degree * ex.capacity_tokens
+    out, lse = impl.forward(*split_heads(ex, rows, degree), route.segments[:tokens], window)
+    return join_rows(ex, ex.combine_heads, out), lse.reshape(-1)
+
+  out, lse = lax.switch(route.log2_size, [functools.partial(forward, p) for p in ex.degrees])
+  out, lse = checkpoint_name(out, KEPT), checkpoint_name(lse, KEPT)
+  return out, (rows, out, lse, route)
+
+
+def _core_bwd(ex, impl, window, residuals, grad):
+  rows, out, lse, route = residuals
+
+  def backward(degree: int):
+    tokens, h = degree * ex.capacity_tokens, ex.num_heads // degree
+    shape = (tokens, h, ex.head_dim)
+
+    def heads(x):
+      return x[: ex.rows(ex.combine_heads, degree)].reshape(shape)
+
+    grads = impl.backward(
+      *split_heads(ex, rows, degree),
+      route.segments[:tokens],
+      window,
+      heads(out),
+      lse.reshape(tokens, h),
+      heads(grad),
+    )
+    return join_rows(ex, ex.dispatch_heads, jnp.concatenate(grads, axis=1))
+
+  return lax.switch(route.log2_size, [functools.partial(backward, p) for p in ex.degrees]), None
+
+
+_core.defvjp(_core_fwd, _core_bwd)
+
+
+def solo_attention(
+  impl: AttentionImpl,
+  window: int | None,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  segments: jax.Array,
+  route: Route,
+) -> jax.Array:
+  """Attention of a rank's solo samples: q [T, H, D], k and v [T, K, D], segments [T] -> [T, H, D].
+
+  Zero at padding and at what belongs to the group's stream, which comes first on a rank.
+  """
+  shared = jnp.arange(segments.shape[0]) < route.counts[route.place]
+  with jax.named_scope('solo'):
+    return attend(impl, window, q, k, v, jnp.where(shared, PADDING_SEGMENT, segments))

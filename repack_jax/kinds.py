@@ -1,0 +1,146 @@
+"""Layer kinds: whose groups of ranks the attention of a layer spans, and what it computes there. No JAX here.
+
+A kind is one frozen object. It owns its mask and tiles, what its exchanges carry, its operations and its
+settings; every attention kernel takes it as it is. Everything else of the library speaks of layouts only. A
+new kind is a class here (`docs/extending.md`).
+
+In all kinds a query sees keys of its own sample at or before its own place, and those are one interval that
+ends at itself. So where the interval begins is the whole mask. Places are numbers of tokens in a stream;
+`first_key` and `last_query` take and return NumPy or JAX arrays.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from repack_jax.checks import check_min, check_types
+from repack_jax.plan.plan import CHILDREN, PARENTS
+from repack_jax.plan.wire import Wire
+
+Array = Any  # of NumPy or of JAX
+
+
+@dataclass(frozen=True)
+class LayerKind(abc.ABC):
+  """Softmax attention over an interval of keys.
+
+  Attributes:
+    letter: what stands for it in `ModelConfig.pattern`.
+    layout: `PARENTS` or `CHILDREN`, whose groups of ranks its exchanges span.
+    title: what reports call such layers.
+    rope_theta: base of the rotary positions; 0 for none.
+  """
+
+  letter: ClassVar[str]
+  layout: ClassVar[str]
+  title: ClassVar[str]
+
+  rope_theta: float = 10000.0
+
+  def __post_init__(self) -> None:
+    check_types(self)
+    check_min(self, 0, 'rope_theta')
+
+  @abc.abstractmethod
+  def first_key(self, place: Array, start: Array) -> Array:
+    """Returns the first key that the query at each place sees.
+
+    Args:
+      place: [T], the places 0 .. T - 1.
+      start: [T], place of the first token of each one's sample.
+    """
+
+  @abc.abstractmethod
+  def last_query(self, place: Array, start: Array, last: Array) -> Array:
+    """Returns the last query that sees the key at each place; `last` [T] is its sample's last token."""
+
+  @abc.abstractmethod
+  def sees(self, query: Array, key: Array) -> Array:
+    """Returns whether queries at these positions of a sample see keys at those, key <= query. For oracles."""
+
+  @abc.abstractmethod
+  def reach_tokens(self, tokens: int) -> int:
+    """Returns how many tokens before its own a query sees at most, in a stream of so many tokens."""
+
+  @abc.abstractmethod
+  def pairs(self, length: np.ndarray | int) -> np.ndarray:
+    """Returns the query-key pairs of whole samples of these lengths, int64 [...]."""
+
+  def wire(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> Wire:
+    """Returns what the exchanges of such a layer carry."""
+    return Wire.of_attention(num_heads, num_kv_heads, head_dim, dtype)
+
+  def flops(self, wire: Wire, length: np.ndarray | int) -> np.ndarray:
+    """Returns the operations of scores and weighted values of whole samples, forward pass, int64 [...]."""
+    return 4 * wire.result_heads * wire.head_dim * self.pairs(length)
+
+  def describe(self) -> str:
+    """Returns what a report says of its settings; '' for nothing."""
+    return ''
+
+
+@dataclass(frozen=True)
+class FullAttention(LayerKind):
+  """A query sees all of its sample up to itself."""
+
+  letter: ClassVar[str] = 'F'
+  layout: ClassVar[str] = PARENTS
+  title: ClassVar[str] = 'full'
+
+  def first_key(self, place: Array, start: Array) -> Array:
+    return start
+
+  def last_query(self, place: Array, start: Array, last: Array) -> Array:
+    return last
+
+  def sees(self, query: Array, key: Array) -> Array:
+    return key <= query
+
+  def reach_tokens(self, tokens: int) -> int:
+    return tokens
+
+  def pairs(self, length: np.ndarray | int) -> np.ndarray:
+    length = np.asarray(length, np.int64)
+    return length * (length + 1) // 2
+
+
+@dataclass(frozen=True)
+class SlidingWindowAttention(LayerKind):
+  """A query sees the last `window_tokens` tokens of its sample, itself included."""
+
+  letter: ClassVar[str] = 'S'
+  layout: ClassVar[str] = CHILDREN
+  title: ClassVar[str] = 'sliding-window'
+
+  window_tokens: int = 128
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_min(self, 1, 'window_tokens')
+
+  def first_key(self, place: Array, start: Array) -> Array:
+    return (place - self.reach_tokens(place.shape[0])).clip(start)
+
+  def last_query(self, place: Array, start: Array, last: Array) -> Array:
+    return (place + self.reach_tokens(place.shape[0])).clip(None, last)
+
+  def sees(self, query: Array, key: Array) -> Array:
+    return (key <= query) & (query - key < self.window_tokens)
+
+  def reach_tokens(self, tokens: int) -> int:
+    return min(self.window_tokens, tokens) - 1
+
+  def pairs(self, length: np.ndarray | int) -> np.ndarray:
+    length = np.asarray(length, np.int64)
+    seen = np.minimum(length, self.window_tokens)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
+
+  def describe(self) -> str:
+    return f'windows of {self.window_tokens:,} tokens'
+
+
+KINDS: dict[str, type[LayerKind]] = {kind.letter: kind for kind in (FullAttention, SlidingWindowAttention)}

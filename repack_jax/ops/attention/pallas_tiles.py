@@ -1,0 +1,189 @@
+"""Which tiles the TPU kernels of packed attention work on: their sizes, and lists of them made from segments.
+
+Axes as in `pallas_tpu`: T tokens (T' padded to whole key blocks), g query heads that a kernel takes at once,
+R rows of a query block, D head width, L tiles in a list.
+"""
+
+import dataclasses
+import math
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from repack_jax.ops.attention.blockwise import visible_intervals
+
+LANES = 128  # blocks are whole multiples, and head widths are padded to it, as a TPU's layouts do anyway
+
+# A list of tiles may take little more than half of the 1 MiB of scalar memory. This is the triangle of 512
+# query blocks against 512 key blocks, or of 1024 against 256, rounded up.
+_MAX_TILES = 132 * 1024
+# The two block numbers of a tile share an int32, and the upper one must not reach its sign.
+BLOCK_BITS = 16
+
+# Most rows of a query block and tokens of a key block, of `_ROW_BYTES` each (bfloat16, D = 128); the first
+# pair whose list is short enough is taken. A tile of 1024 rows does 1024 operations for each byte of keys and
+# values it reads, enough for any TPU so far. All but the last two fit the 16 MiB of VMEM that XLA grants by
+# default.
+_SIZES = ((1024, 1024), (1024, 2048), (2048, 2048), (2048, 4096), (4096, 4096))
+_ROW_BYTES = 256
+_MAX_ROWS = 2048  # at the smallest query block; more heads than that are taken in turn
+# Float32 scores that one step holds at once: 2 MiB forward. Backward holds them and their gradients.
+_FORWARD_SCORES, _BACKWARD_SCORES = 512 * 1024, 256 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+  """Sizes of tiles in tokens: powers of two from 128 on, none above `key`.
+
+  Attributes:
+    query: tokens of a query block.
+    key: tokens of a key block.
+    forward_step, backward_step: keys that are worked on at a time.
+  """
+
+  query: int
+  key: int
+  forward_step: int
+  backward_step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+  """What a kernel knows when it is compiled.
+
+  Attributes:
+    blocks: sizes of tiles.
+    groups: g. `splits` such groups of query heads share a key/value head.
+    splits: see `groups`.
+    parts: parts that a list is cut into; a chip of two cores runs them side by side.
+    scale: what scores are multiplied by.
+    precision: of matrix products.
+  """
+
+  blocks: Blocks
+  groups: int
+  splits: int
+  parts: int
+  scale: float
+  precision: jax.lax.Precision
+
+  @property
+  def rows(self) -> int:
+    """R, rows of a query block."""
+    return self.groups * self.blocks.query
+
+
+@dataclasses.dataclass(frozen=True)
+class Lists:
+  """What the kernels hold in scalar memory, int32; in a kernel, references to it.
+
+  The list is sorted by its *major* blocks, query blocks or key blocks; each has at least one tile.
+
+  Attributes:
+    tiles: [L], `major << 16 | minor`.
+    first, last: [major blocks], the minor block of the first and of the last tile.
+    cuts: [parts + 1], where each part of the list begins, and where the last one ends.
+    lowest, highest: [query blocks], smallest and largest first key of the rows; T' for padding.
+  """
+
+  tiles: chex.Array
+  first: chex.Array
+  last: chex.Array
+  cuts: chex.Array
+  lowest: chex.Array
+  highest: chex.Array
+
+
+def choose_blocks(tokens: int, groups: int, head_dim: int, itemsize: int, window: int | None) -> Blocks:
+  """Sizes of tiles for T tokens: small ones, unless the list of tiles would not fit scalar memory.
+
+  Args:
+    tokens: T.
+    groups: g, query heads that a kernel takes at once.
+    head_dim: D.
+    itemsize: bytes of an element of q.
+    window: None, or how many tokens of its sample a query sees.
+
+  Raises:
+    ValueError: T is too long for the largest tiles.
+  """
+  weight = _row_weight(head_dim, itemsize)
+  longest = _power_of_two(2 * max(tokens, LANES) - 1)  # one block of this many holds all tokens
+  for rows, keys in _SIZES:
+    query = min(longest, max(LANES, _power_of_two(rows // weight // groups)))
+    key = min(longest, max(query, _power_of_two(keys // weight)))
+    if max_tiles(tokens, query, key, window) <= _MAX_TILES and tokens // query < 1 << (BLOCK_BITS - 1):
+      break
+  else:
+    raise ValueError(f'{tokens} tokens on a rank are too many for the TPU kernels, window {window}')
+  steps = (_power_of_two(n // weight // (groups * query)) for n in (_FORWARD_SCORES, _BACKWARD_SCORES))
+  return Blocks(query, key, *(min(key, max(LANES, step)) for step in steps))
+
+
+def max_tiles(tokens: int, query: int, key: int, window: int | None) -> int:
+  """The most tiles that T tokens can touch, in blocks of `query` and `key` tokens."""
+  reach = tokens if window is None else window - 1  # tokens before its own that a query sees
+  blocks = -(-tokens // key) * (key // query)
+  return sum(i * query // key + 1 - max(0, i * query - reach) // key for i in range(blocks))
+
+
+def _power_of_two(n: int) -> int:
+  """The largest one that is not above n; 0 for 0."""
+  return 1 << n.bit_length() >> 1
+
+
+def _row_weight(head_dim: int, itemsize: int) -> int:
+  """What a row takes in VMEM, in units of `_ROW_BYTES`."""
+  return -(-head_dim // LANES) * LANES * itemsize // _ROW_BYTES
+
+
+def geometry_of(q: chex.Array, k: chex.Array, window: int | None, blocks: Blocks | None) -> Geometry:
+  tokens, heads, width = q.shape
+  most = max(1, _MAX_ROWS // _row_weight(width, q.dtype.itemsize) // LANES)
+  shared = heads // k.shape[1]
+  groups = max(n for n in range(1, min(shared, most) + 1) if shared % n == 0)
+  blocks = blocks or choose_blocks(tokens, groups, width, q.dtype.itemsize, window)
+  # An odd number of head groups would leave one of two cores idle at the end, or all the time.
+  parts = 2 if heads // groups % 2 and tokens > blocks.key else 1
+  precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
+  return Geometry(blocks, groups, shared // groups, parts, 1 / math.sqrt(width), precision)
+
+
+def tile_lists(segments: chex.Array, window: int | None, geometry: Geometry):
+  """Returns `(valid bool [T'], first_key int32 [query blocks, 1, Blocks.query], Lists by query, by key)`."""
+  query, key = geometry.blocks.query, geometry.blocks.key
+  (tokens,) = segments.shape
+  segments = jnp.pad(segments, (0, -tokens % key), constant_values=-1)
+  valid, padded = segments >= 0, segments.shape[0]
+  first_key, last_query = visible_intervals(segments, window)
+  place = jnp.arange(padded, dtype=jnp.int32)
+
+  # Queries have keys up to their own block, keys have queries from their own place on. A block that meets
+  # nothing still has a tile, without work, that writes its zeros.
+  by_query, place_by_key = first_key.reshape(-1, query), jnp.where(valid, place, padded).reshape(-1, key)
+  lowest, highest = by_query.min(1), by_query.max(1)
+  last = place[::query] // key
+  query_list = _list_tiles(jnp.where(lowest < padded, lowest // key, last), last, geometry, tokens, window)
+  first = jnp.where(place_by_key.min(1) < padded, place_by_key.min(1), place[::key]) // query
+  last = jnp.maximum(last_query.reshape(-1, key).max(1) // query, first)
+  key_list = _list_tiles(first, last, geometry, tokens, window)
+  lists = (Lists(*fields, lowest, highest) for fields in (query_list, key_list))
+  return valid, first_key.reshape(-1, 1, query), *lists
+
+
+def _list_tiles(first: chex.Array, last: chex.Array, geometry: Geometry, tokens: int, window: int | None):
+  """Lists each major block's minor blocks, `first` to `last`; returns the first four fields of `Lists`."""
+  ends = jnp.cumsum(last - first + 1, dtype=jnp.int32)
+  starts = ends - (last - first + 1)
+  entry = jnp.arange(max_tiles(tokens, geometry.blocks.query, geometry.blocks.key, window), dtype=jnp.int32)
+  # Comparing with all starts fuses into sums; gathers are slow on a TPU, and long prefix sums to compile.
+  begun = starts <= entry[:, None]
+  major = begun.sum(1, dtype=jnp.int32) - 1
+  minor = entry + jnp.where(begun, jnp.diff(first - starts, prepend=0), 0).sum(1, dtype=jnp.int32)
+  cuts = [jnp.zeros(1, jnp.int32), ends[-1:]]
+  if geometry.parts == 2:
+    # Parts are whole major blocks, at least one each: what a part writes, only it writes.
+    middle = jnp.clip((starts < ends[-1] // 2).sum(), 1, len(starts) - 1)
+    cuts.insert(1, starts[middle][None])
+  return major << BLOCK_BITS | minor, first, last, jnp.concatenate(cuts)

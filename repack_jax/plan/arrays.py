@@ -1,0 +1,146 @@
+"""Plan -> fixed-shape int32 arrays of a micro-batch, one block a rank: what the compiled step reads.
+
+A plan is data, not code: group sizes, counts and segments are inputs, so one program serves all plans of
+a capacity and scope. NumPy only. Axis legend: R ranks, T capacity (token slots of a rank), S ranks that an
+exchange scope spans, G slots of the widest group (its degree times T).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from repack_jax.config import FULL, SPARSE
+from repack_jax.plan.plan import LOCAL, Plan
+
+PADDING_SEGMENT = -1
+NO_TARGET = -1
+
+
+class Route(NamedTuple):
+  """Who a rank exchanges with in one layer kind. int32, each with a leading axis of ranks.
+
+  Attributes:
+    log2_size [R]: log2 of the group's SP degree.
+    first [R]: the group's first rank, counted from the start of the exchange scope.
+    place [R]: the rank's place in its group.
+    counts [R, S]: slots that the group's ranks hold, in order; 0 past the group's size.
+    segments [R, G]: for each slot of the group's stream the sample it belongs to, -1 in padding (behind the
+      tokens of each child) and past the stream.
+  """
+
+  log2_size: np.ndarray
+  first: np.ndarray
+  place: np.ndarray
+  counts: np.ndarray
+  segments: np.ndarray
+
+
+class PlanArrays(NamedTuple):
+  """A packed micro-batch. int32, each with a leading axis of ranks.
+
+  Attributes:
+    tokens [R, T]: token ids, 0 in padding.
+    targets [R, T]: the token that follows in the document; -1 where there is none, and in padding.
+    positions [R, T]: of the token in its sample, 0 in padding.
+    segments [R, T]: the sample that the token belongs to, -1 in padding. A rank's share of its child's stream
+      comes first, then its solo samples.
+    full, sparse: the routes of the two layer kinds.
+  """
+
+  tokens: np.ndarray
+  targets: np.ndarray
+  positions: np.ndarray
+  segments: np.ndarray
+  full: Route
+  sparse: Route
+
+
+class HasTokens(Protocol):
+  """A sample as the data pipeline makes it: tokens and targets, int32 [n] each."""
+
+  @property
+  def tokens(self) -> np.ndarray: ...
+  @property
+  def targets(self) -> np.ndarray: ...
+
+
+def scope_ranks(plan: Plan, kind: str) -> int:
+  return plan.ranks_per_node if plan.scope(kind) == LOCAL else plan.domain_ranks
+
+
+def route_arrays(plan: Plan, kind: str, widest_degree: int) -> Route:
+  """The routes of one layer kind for all ranks.
+
+  Args:
+    widest_degree: the largest SP degree that the compiled program knows in the kind's scope; G follows.
+  """
+  layout, scope = plan.layout(kind), scope_ranks(plan, kind)
+  counts = np.zeros((plan.num_ranks, scope), np.int32)
+  segments = np.full((plan.num_ranks, widest_degree * plan.capacity_tokens), PADDING_SEGMENT, np.int32)
+  for group in plan.groups(kind):
+    members = slice(group.first_rank, group.end_rank)
+    counts[members, : group.size] = layout.slots[members]
+  for child in plan.children:
+    first = layout.first_rank[child.first_rank]
+    members = slice(first, first + layout.size[child.first_rank])
+    stream = np.repeat(child.samples, [plan.lengths[s] for s in child.samples])
+    start = layout.stream_start[child.first_rank]
+    segments[members, start : start + len(stream)] = stream
+  ranks = np.arange(plan.num_ranks)
+  return Route(
+    log2_size=np.log2(layout.size).astype(np.int32),
+    first=(layout.first_rank % scope).astype(np.int32),
+    place=(ranks - layout.first_rank).astype(np.int32),
+    counts=counts,
+    segments=segments,
+  )
+
+
+def _streams(plan: Plan, batch: Sequence[HasTokens], numbers: Sequence[int]) -> list[np.ndarray]:
+  """Of these samples end to end: tokens, targets, positions and segments."""
+  samples = [batch[plan.sample_ids[s]] for s in numbers]
+  for number, sample in zip(numbers, samples, strict=True):
+    if len(sample.tokens) != plan.lengths[number]:
+      raise ValueError(
+        f'sample {plan.sample_ids[number]} has {len(sample.tokens)} tokens, its plan says '
+        f'{plan.lengths[number]}: this plan was made for another batch'
+      )
+  lengths = [len(s.tokens) for s in samples]
+  return [
+    np.concatenate([s.tokens for s in samples]),
+    np.concatenate([s.targets for s in samples]),
+    np.concatenate([np.arange(length) for length in lengths]),
+    np.repeat(numbers, lengths),
+  ]
+
+
+def pack(plan: Plan, batch: Sequence[HasTokens], widest_degree: dict[str, int]) -> PlanArrays:
+  """Packs the samples of a batch that the plan names into per-rank arrays.
+
+  Args:
+    batch: the samples of the whole batch; `plan.sample_ids` are positions in it.
+    widest_degree: for each layer kind the `widest_degree` of `route_arrays`.
+
+  Raises:
+    ValueError: where a sample's length is not the plan's.
+  """
+  shape = (plan.num_ranks, plan.capacity_tokens)
+  tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+  targets, segments = np.full(shape, NO_TARGET, np.int32), np.full(shape, PADDING_SEGMENT, np.int32)
+  arrays = (tokens, targets, positions, segments)
+  for child in plan.children:
+    if child.samples:
+      streams = _streams(plan, batch, child.samples)
+      edges = np.concatenate([[0], np.cumsum(plan.shared_tokens[child.first_rank : child.end_rank])])
+      for rank, start, end in zip(child.ranks, edges[:-1], edges[1:], strict=True):
+        for array, stream in zip(arrays, streams, strict=True):
+          array[rank, : end - start] = stream[start:end]
+  for group in plan.solo:
+    begin, end = plan.shared_slots[group.first_rank], plan.rank_slots[group.first_rank]
+    for array, stream in zip(arrays, _streams(plan, batch, group.samples), strict=True):
+      array[group.first_rank, begin:end] = stream
+  routes = {kind: route_arrays(plan, kind, widest_degree[kind]) for kind in (FULL, SPARSE)}
+  return PlanArrays(tokens, targets, positions, segments, routes[FULL], routes[SPARSE])

@@ -1,0 +1,329 @@
+"""The plan of one micro-batch: which ranks hold which samples, in each layer kind.
+
+Two rules give everything else in closed form:
+
+1. A child's stream is its samples end to end; its i-th rank of c holds `stream[i*n//c : (i+1)*n//c]`.
+2. A parent's stream is its children's streams end to end, in rank order.
+
+So what a rank holds of them is one contiguous run of its child's stream and of its parent's. Behind it a
+rank may hold *solo* samples, whole ones that take no part in any exchange. NumPy only: this module imports
+without JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from repack_jax.config import FULL, SPARSE
+
+# The two layouts of a plan: whose groups of ranks the exchanges of a layer span.
+PARENTS, CHILDREN = 'parents', 'children'
+LAYOUTS = (PARENTS, CHILDREN)
+
+LOCAL, DOMAIN = 'local', 'domain'
+
+
+class Program(NamedTuple):
+  """What of a plan is compiled in: plans that agree in it share one program. The rest of a plan is data."""
+
+  full_scope: str
+  sparse_scope: str
+  capacity_tokens: int
+  has_solo: bool
+
+
+class PlanError(ValueError):
+  """A plan that breaks a rule; names the sample or group, and the rule."""
+
+
+@dataclass(frozen=True, order=True)
+class Group:
+  """An aligned block of `size` consecutive ranks and the samples whose tokens it holds, in stream order.
+
+  `samples` are positions in the plan's `lengths`.
+  """
+
+  first_rank: int
+  size: int
+  samples: tuple[int, ...] = ()
+
+  @property
+  def end_rank(self) -> int:
+    return self.first_rank + self.size
+
+  @property
+  def ranks(self) -> range:
+    return range(self.first_rank, self.end_rank)
+
+  def __str__(self) -> str:
+    return f'SP{self.size} on ranks {self.first_rank}..{self.end_rank - 1}'
+
+
+@dataclass(frozen=True)
+class Layout:
+  """For one layer kind: each rank's group. All arrays int64 of shape [num_ranks].
+
+  Attributes:
+    first_rank, size: the group that the rank belongs to.
+    slots: what the rank holds of its group's stream (the same in both layouts of a plan).
+    stream_start: position of the rank's first slot in its group's stream.
+  """
+
+  first_rank: np.ndarray
+  size: np.ndarray
+  slots: np.ndarray
+  stream_start: np.ndarray
+
+
+@dataclass(frozen=True)
+class Plan:
+  """Who holds what in one micro-batch. Frozen and hashable; `validate()` checks every rule.
+
+  Attributes:
+    sample_ids: for each sample of this micro-batch, its position in the batch.
+    lengths: tokens of each sample, in the order of sample_ids.
+    parents: groups that run full attention; they tile all ranks.
+    children: groups that hold the tokens and run sparse attention; they tile all ranks.
+    mode: the mode that made the plan.
+    capacity_tokens: token slots of a rank.
+    num_ranks, domain_ranks, ranks_per_node: the mesh that the plan is for.
+    solo: groups of one rank, ascending, whose samples run on it alone in every layer. They are in no parent
+      and no child.
+    row_tokens: a child's ranks hold multiples of so many slots, so that what they send fills whole rows on
+      the wire (`cost.row_tokens`). The slots past a child's last token are padding.
+  """
+
+  sample_ids: tuple[int, ...]
+  lengths: tuple[int, ...]
+  parents: tuple[Group, ...]
+  children: tuple[Group, ...]
+  mode: str
+  capacity_tokens: int
+  num_ranks: int
+  domain_ranks: int
+  ranks_per_node: int
+  solo: tuple[Group, ...] = ()
+  row_tokens: int = 1
+
+  @cached_property
+  def rank_tokens(self) -> np.ndarray:
+    """Tokens each rank holds, int64 [num_ranks]."""
+    tokens = self.shared_tokens.copy()
+    for group in self.solo:
+      tokens[group.first_rank] += sum(self.lengths[s] for s in group.samples)
+    return tokens
+
+  @cached_property
+  def rank_slots(self) -> np.ndarray:
+    """Slots each rank fills: its tokens and the padding at its child's end, int64 [num_ranks]."""
+    return self.rank_tokens + self.shared_slots - self.shared_tokens
+
+  @cached_property
+  def shared_tokens(self) -> np.ndarray:
+    """Tokens each rank holds of its child's stream, int64 [num_ranks], by rule 1."""
+    tokens = np.zeros(self.num_ranks, np.int64)
+    for child in self.children:
+      total = sum(self.lengths[s] for s in child.samples)
+      rows = -(-total // self.row_tokens)
+      edges = np.minimum(np.arange(child.size + 1) * rows // child.size * self.row_tokens, total)
+      tokens[child.first_rank : child.end_rank] = np.diff(edges)
+    return tokens
+
+  @cached_property
+  def shared_slots(self) -> np.ndarray:
+    """Slots each rank's share of its child's stream takes: its tokens in whole rows, int64 [num_ranks]."""
+    return -(-self.shared_tokens // self.row_tokens) * self.row_tokens
+
+  def with_slots(self, step_tokens: int) -> Plan:
+    """The plan with as many slots a rank as its fullest needs, rounded up to a multiple of `step_tokens`.
+
+    Never more than it has; 0 leaves them as they are.
+    """
+    if not step_tokens:
+      return self
+    step_tokens = math.lcm(step_tokens, self.row_tokens)
+    needed = -(-int(self.rank_slots.max()) // step_tokens) * step_tokens
+    return dataclasses.replace(self, capacity_tokens=min(self.capacity_tokens, needed))
+
+  def groups(self, kind: str) -> tuple[Group, ...]:
+    """Parents for a full layer (`F`), children for a sparse one (`S`)."""
+    return self.parents if kind == FULL else self.children
+
+  def layout(self, kind: str) -> Layout:
+    first, size = np.zeros(self.num_ranks, np.int64), np.ones(self.num_ranks, np.int64)
+    for group in self.groups(kind):
+      first[group.first_rank : group.end_rank] = group.first_rank
+      size[group.first_rank : group.end_rank] = group.size
+    before = np.concatenate([[0], np.cumsum(self.shared_slots)])
+    start = before[np.arange(self.num_ranks)] - before[first]
+    return Layout(first, size, self.shared_slots, start)
+
+  def scope(self, kind: str) -> str:
+    """What the exchanges of a layer kind span: `local` where every group lies inside a node."""
+    return LOCAL if self.widest(kind) <= self.ranks_per_node else DOMAIN
+
+  @property
+  def program(self) -> Program:
+    return Program(self.scope(FULL), self.scope(SPARSE), self.capacity_tokens, bool(self.solo))
+
+  def widest(self, kind: str) -> int:
+    return max(group.size for group in self.groups(kind))
+
+  @property
+  def total_tokens(self) -> int:
+    return sum(self.lengths)
+
+  @property
+  def imbalance(self) -> float:
+    """Largest over mean tokens of a rank; 1.0 is perfect."""
+    return float(self.rank_tokens.max() / max(self.rank_tokens.mean(), 1e-9)) if self.lengths else 1.0
+
+  def child_sizes(self) -> dict[int, int]:
+    """How many children that hold tokens there are of each SP degree."""
+    return dict(sorted(Counter(child.size for child in self.children if child.samples).items()))
+
+  def digest(self) -> str:
+    """A hash of the whole plan, the same on every host and in every process."""
+    payload = json.dumps(dataclasses.astuple(self), separators=(',', ':'))
+    return hashlib.sha256(payload.encode()).hexdigest()[:16]
+
+  def validate(self, num_heads: int | None = None, num_kv_heads: int | None = None) -> Plan:
+    """Returns the plan itself; raises PlanError naming the sample or group and the rule it breaks."""
+    _check_lengths(self)
+    _check_solo(self)
+    for name, groups in (('parent', self.parents), ('child', self.children)):
+      _check_tiling(self, name, groups)
+      _check_samples(self, name, groups)
+      for group in groups:
+        for heads in (num_heads, num_kv_heads):
+          if heads and heads % group.size and group.size % heads:
+            raise PlanError(f'{name} {group}: its size fits neither way with {heads} heads')
+        if num_heads and num_heads % group.size:
+          raise PlanError(f'{name} {group}: its size does not divide the {num_heads} query heads')
+    _check_nesting(self)
+    if self.capacity_tokens % self.row_tokens:
+      raise PlanError(f'a capacity of {self.capacity_tokens} is not a multiple of {self.row_tokens} tokens')
+    over = np.flatnonzero(self.rank_slots > self.capacity_tokens)
+    if over.size:
+      rank = int(over[0])
+      raise PlanError(
+        f'rank {rank} holds {self.rank_slots[rank]} tokens, over its capacity of {self.capacity_tokens}'
+      )
+    return self
+
+  def table(self) -> str:
+    """The plan as text for people: parents, and inside each its children."""
+    lines = [
+      f'plan {self.digest()}: mode {self.mode}, {len(self.lengths)} samples, {self.total_tokens} tokens on '
+      f'{self.num_ranks} ranks x {self.capacity_tokens} slots, imbalance {self.imbalance:.3f}',
+      f'{"group":<28}{"samples":>8}{"tokens":>9}{"a rank":>8}{"longest":>9}',
+    ]
+    empty = sum(parent.size for parent in self.parents if not parent.samples)
+    for parent in self.parents:
+      if not parent.samples:
+        continue
+      lines.append(self._row('parent', parent))
+      inside = [c for c in self.children if parent.first_rank <= c.first_rank < parent.end_rank]
+      if inside != [parent]:
+        lines += [self._row('  child', child) for child in inside]
+    if empty:
+      lines.append(f'{f"in no group: {empty} ranks":<28}')
+    if self.solo:
+      lengths = [self.lengths[s] for group in self.solo for s in group.samples]
+      most = int((self.rank_tokens - self.shared_tokens).max())
+      label = f'solo on {len(self.solo)} ranks'
+      lines.append(f'{label:<28}{len(lengths):>8}{sum(lengths):>9}{most:>8}{max(lengths):>9}')
+    return '\n'.join(lines)
+
+  def _row(self, name: str, group: Group) -> str:
+    lengths = [self.lengths[s] for s in group.samples]
+    most = int(self.shared_tokens[group.first_rank : group.end_rank].max())
+    label = f'{name} SP{group.size} @{group.first_rank}'
+    return f'{label:<28}{len(lengths):>8}{sum(lengths):>9}{most:>8}{max(lengths, default=0):>9}'
+
+
+def _check_lengths(plan: Plan) -> None:
+  if len(plan.sample_ids) != len(plan.lengths):
+    raise PlanError(f'{len(plan.sample_ids)} sample ids for {len(plan.lengths)} lengths')
+  if len(set(plan.sample_ids)) != len(plan.sample_ids):
+    twice = next(s for s, n in Counter(plan.sample_ids).items() if n > 1)
+    raise PlanError(f'sample {twice} is in the plan more than once')
+  for sample, length in zip(plan.sample_ids, plan.lengths, strict=True):
+    if length < 1:
+      raise PlanError(f'sample {sample} has length {length}; lengths are at least 1 token')
+
+
+def _check_tiling(plan: Plan, name: str, groups: Sequence[Group]) -> None:
+  """Groups are aligned powers of two inside a domain, cover every rank once, hold every sample once."""
+  rank = 0
+  for group in groups:
+    if group.size < 1 or group.size & (group.size - 1):
+      raise PlanError(f'{name} {group}: its size is not a power of two')
+    if group.size > plan.domain_ranks:
+      raise PlanError(f'{name} {group}: wider than a domain of {plan.domain_ranks} ranks')
+    if group.first_rank % group.size:
+      raise PlanError(f'{name} {group}: its first rank is not a multiple of its size')
+    if group.first_rank != rank:
+      raise PlanError(f'{name} {group}: expected to start at rank {rank}; groups tile the ranks in order')
+    rank = group.end_rank
+  if rank != plan.num_ranks:
+    raise PlanError(f'the {name} groups end at rank {rank} of {plan.num_ranks}')
+
+
+def _check_samples(plan: Plan, name: str, groups: Sequence[Group]) -> None:
+  """Every sample is in one of these groups, or solo."""
+  held = Counter(s for group in (*groups, *plan.solo) for s in group.samples)
+  for sample in range(len(plan.lengths)):
+    if held[sample] != 1:
+      raise PlanError(
+        f'sample {plan.sample_ids[sample]} is in {held[sample]} {name} or solo groups; it must be in one'
+      )
+  if len(held) != len(plan.lengths):
+    raise PlanError(f'a {name} group names a sample that the plan does not have')
+
+
+def _check_solo(plan: Plan) -> None:
+  """Solo groups are single ranks, each at most once, and only in a mode that knows them."""
+  before = -1
+  for group in plan.solo:
+    if group.size != 1 or not before < group.first_rank < plan.num_ranks:
+      raise PlanError(f'solo {group}: must be one rank of {plan.num_ranks}, in ascending order')
+    before = group.first_rank
+  if plan.solo and plan.mode != 'solve':
+    raise PlanError(f'mode {plan.mode}: only plans of mode solve have solo samples')
+
+
+def _check_nesting(plan: Plan) -> None:
+  """Children lie inside parents, parents' streams are their children's, and children inside nodes."""
+  children = iter(plan.children)
+  for parent in plan.parents:
+    rank = parent.first_rank
+    stream: list[int] = []
+    while rank < parent.end_rank:
+      child = next(children)
+      if child.end_rank > parent.end_rank:
+        raise PlanError(f'child {child} is not inside parent {parent}')
+      stream += child.samples
+      rank = child.end_rank
+      if child.size > plan.ranks_per_node and (child.first_rank, child.size) != (
+        parent.first_rank,
+        parent.size,
+      ):
+        raise PlanError(
+          f'child {child} spans nodes of {plan.ranks_per_node} ranks; only a parent that keeps the wide '
+          'layout in sparse layers may'
+        )
+    if tuple(stream) != parent.samples:
+      raise PlanError(f"parent {parent}: its stream is not its children's streams end to end")
+  if plan.mode in ('static', 'parents') and plan.parents != plan.children:
+    raise PlanError(f'mode {plan.mode}: children must equal parents')

@@ -1,0 +1,87 @@
+"""What a token sends to its peers in an attention layer: the one place of this arithmetic. NumPy only.
+
+Dispatch carries the operands of the attention core (queries, keys and values) from tokens to heads, combine
+carries its result back. A rank in a group of P ranks works on a P-th of the heads of each; where an operand
+has fewer than P heads, each of them goes to several ranks. Degrees may be integers or arrays of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+DTYPE_BYTES = {'float32': 4, 'bfloat16': 2}
+Degree = TypeVar('Degree', int, np.ndarray)
+
+
+@dataclass(frozen=True)
+class Wire:
+  """Heads and widths of what the exchanges of a layer carry.
+
+  Attributes:
+    operand_heads: heads of each operand that dispatch carries, queries first.
+    result_heads: heads of what combine carries back.
+    head_dim: elements of a head, the same for all.
+    itemsize: bytes of an element.
+  """
+
+  operand_heads: tuple[int, ...]
+  result_heads: int
+  head_dim: int
+  itemsize: int
+
+  @classmethod
+  def of_attention(cls, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> Wire:
+    """Returns the wire of softmax attention: queries, keys and values there, one value a query head back."""
+    return cls((num_heads, num_kv_heads, num_kv_heads), num_heads, head_dim, DTYPE_BYTES[dtype])
+
+  def degrees(self, widest: int) -> tuple[int, ...]:
+    """Returns the SP degrees up to `widest` that give each rank whole heads: powers of two without a gap."""
+    heads = (*self.operand_heads, self.result_heads)
+    powers = (1 << i for i in range(widest.bit_length()))
+    return tuple(
+      p for p in powers if self.result_heads % p == 0 and all(n % p == 0 or p % n == 0 for n in heads)
+    )
+
+  def rank_heads(self, degree: Degree) -> tuple[Degree, ...]:
+    """Returns the heads of each operand that a token sends to one rank of its group."""
+    return tuple(np.maximum(1, n // degree) if isinstance(degree, np.ndarray) else max(1, n // degree)
+                 for n in self.operand_heads)  # fmt: skip
+
+  def dispatch_heads(self, degree: Degree) -> Degree:
+    """Returns the heads, of all operands, that a token sends to one rank of its group in dispatch."""
+    return sum(self.rank_heads(degree))  # type: ignore[return-value]
+
+  def combine_heads(self, degree: Degree) -> Degree:
+    """Returns the heads that a token gets from one rank of its group in combine."""
+    return self.result_heads // degree
+
+  def bytes_per_peer(self, degree: Degree) -> Degree:
+    """Returns the bytes a token sends to one rank of its group in both sites of a layer, forward pass."""
+    return (self.dispatch_heads(degree) + self.combine_heads(degree)) * self.head_dim * self.itemsize
+
+  def row_tokens(self, widest: int, row_bytes: int) -> int:
+    """Returns the least power of two of tokens that send each peer whole rows of `row_bytes`.
+
+    At every SP degree up to `widest` and at both sites; 1 where rows may have any length (`row_bytes` 1).
+
+    Args:
+      row_bytes: a power of two.
+    """
+    degrees = self.degrees(widest)
+    heads = [of(p) for of in (self.dispatch_heads, self.combine_heads) for p in degrees]
+    return row_bytes // math.gcd(*(n * self.head_dim * self.itemsize for n in heads), row_bytes)
+
+  def row_elements(self, degrees: tuple[int, ...], row_tokens: int, row_bytes: int) -> int:
+    """Returns the elements of a row on the wire: as many as fill `row_bytes`.
+
+    They divide what `row_tokens` tokens send to a peer at each of these degrees and both sites. A row is at
+    least one head where `row_bytes` is less.
+    """
+    heads = [of(p) for of in (self.dispatch_heads, self.combine_heads) for p in degrees]
+    common = math.gcd(*heads) * self.head_dim * row_tokens
+    most = max(self.head_dim, row_bytes // self.itemsize)
+    return max(n for n in range(1, most + 1) if common % n == 0)

@@ -1,0 +1,332 @@
+"""Plays a training step on a cluster: a clock a rank; a collective waits for the slowest of its group.
+
+Assumed: routers are even, computation and links keep their rates, a transfer between nodes and one inside
+them go on at once, and parameter collectives have a stream of their own that does not slow exchanges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from repack_jax.config import FULL
+from repack_jax.plan.plan import Plan
+from repack_jax.predict import flops
+from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD, CostModel
+from repack_jax.predict.plan_times import LayerTimes, PlanTimes, Tiling, plan_times
+
+# What a rank does with its time. Compute, then exchanges and parameters, then waiting for others.
+COMPUTE = ('projections', 'full attention', 'sparse attention', 'experts', 'logits', 'padding', 'optimizer')
+TRANSFER = ('full exchange', 'sparse exchange', 'expert exchange', 'redistribution', 'parameters')
+WAIT = (
+  'wait: full exchange', 'wait: sparse exchange', 'wait: experts', 'wait: redistribution',
+  'wait: parameters', 'wait: step end',
+)  # fmt: skip
+CAUSES = COMPUTE + TRANSFER + WAIT
+
+
+@dataclass(frozen=True)
+class Spans:
+  """What each rank did when, one entry a span of time: arrays of one length.
+
+  Attributes:
+    rank, cause (an index into CAUSES), layer (-1 outside layers), micro_batch: int64.
+    backward: bool.
+    start_s, end_s: float64 from the step's start.
+  """
+
+  rank: np.ndarray
+  cause: np.ndarray
+  layer: np.ndarray
+  micro_batch: np.ndarray
+  backward: np.ndarray
+  start_s: np.ndarray
+  end_s: np.ndarray
+
+
+@dataclass(frozen=True)
+class Simulated:
+  """A step as it was played.
+
+  Attributes:
+    step_s: seconds from start to the last rank's end.
+    model_flops: of the step, forward and backward, recomputation and padding not counted.
+    peak_flops_per_s: of all ranks; 0 where unknown.
+    seconds: cause -> float64 [num_ranks]; over all causes they add up to step_s on every rank.
+    sent: cause -> (bytes each rank sent inside its node, to other nodes), float64 [num_ranks].
+    spans: where they were asked for.
+  """
+
+  step_s: float
+  model_flops: float
+  peak_flops_per_s: float
+  seconds: dict[str, np.ndarray]
+  sent: dict[str, tuple[np.ndarray, np.ndarray]]
+  spans: Spans | None = None
+
+  @property
+  def mfu(self) -> float:
+    """Model FLOPs over what all ranks could do at their peak; 0 where the peak is unknown."""
+    possible = self.step_s * self.peak_flops_per_s
+    return self.model_flops / possible if possible else 0.0
+
+  def mean_s(self, causes: Sequence[str]) -> float:
+    """Seconds spent on these causes, mean over ranks."""
+    return float(sum(self.seconds[cause] for cause in causes).mean())  # type: ignore[union-attr]
+
+  @property
+  def cross_node_bytes(self) -> float:
+    """Bytes that attention exchanges and redistribution sent between nodes, all ranks."""
+    return float(sum(inter.sum() for _, inter in self.sent.values()))
+
+
+def simulate(
+  cost: CostModel,
+  plans: Sequence[Plan],
+  *,
+  redistribute: bool = False,
+  exchange_chunks: int = 1,
+  spans: bool = False,
+) -> Simulated:
+  """Plays one optimizer step: each plan's micro-batch forward and backward, then the update.
+
+  Args:
+    redistribute: full layers in a layout of their own, reached by a pass (`timing.plan_times`).
+    exchange_chunks: attention's exchanges are cut into this many chunks of heads (fewer where a rank
+      has fewer) that overlap its core; the training step does not, which is 1.
+    spans: also record every span of every rank, for pictures.
+  """
+  player = _Player(cost, exchange_chunks, spans)
+  for number, plan in enumerate(plans):
+    player.micro_batch = number
+    player.play(plan_times(plan, cost, redistribute))
+  player.meet_all('wait: step end')
+  player.add('optimizer', np.full(player.ranks, cost.optimizer_s()))
+  lengths = np.array([length for plan in plans for length in plan.lengths], np.int64)
+  return Simulated(
+    step_s=float(player.clock.max()),
+    model_flops=flops.TRAIN_OVER_FORWARD * float(np.sum(flops.sample_flops(cost.model, lengths))),
+    peak_flops_per_s=cost.cluster.peak_flops_per_s * cost.cluster.num_ranks,
+    seconds=player.seconds,
+    sent=player.sent,
+    spans=player.recorded() if spans else None,
+  )
+
+
+@dataclass
+class _Parameters:
+  """The stream of parameter collectives, one clock a domain.
+
+  Attributes:
+    free_s: when the last collective so far ends, [domains].
+    ahead: (seconds, end [domains]) of each gather that was started and is not yet used.
+    to_start: seconds of those to come, in the order of use.
+  """
+
+  free_s: np.ndarray
+  ahead: list[tuple[float, np.ndarray]] = field(default_factory=list)
+  to_start: list[float] = field(default_factory=list)
+
+  def start_next(self, not_before_s: np.ndarray) -> None:
+    if self.to_start:
+      seconds = self.to_start.pop(0)
+      self.free_s = np.maximum(self.free_s, not_before_s) + seconds
+      self.ahead.append((seconds, self.free_s))
+
+
+class _Player:
+  """The clocks of a step, and where their time went."""
+
+  def __init__(self, cost: CostModel, exchange_chunks: int, spans: bool):
+    self.cost, self.cluster, self.model = cost, cost.cluster, cost.model
+    self.exchange_chunks = exchange_chunks
+    self.ranks = self.cluster.num_ranks
+    self.clock = np.zeros(self.ranks)
+    self.seconds = {cause: np.zeros(self.ranks) for cause in CAUSES}
+    self.sent = {
+      cause: (np.zeros(self.ranks), np.zeros(self.ranks))
+      for cause in ('full exchange', 'sparse exchange', 'expert exchange', 'redistribution')
+    }
+    self.domain_starts = np.arange(0, self.ranks, self.cluster.domain_ranks)
+    self.micro_batch, self.layer, self.backward = 0, -1, False
+    self._spans: list[tuple] | None = [] if spans else None
+    self.parameters = _Parameters(np.zeros(self.cluster.domains))
+
+  # --- the clocks ---------------------------------------------------------------------------------------
+
+  def add(self, cause: str, seconds: np.ndarray) -> None:
+    """Every rank spends so long on something."""
+    if self._spans is not None:
+      self._spans.append(
+        (cause, self.layer, self.micro_batch, self.backward, self.clock.copy(), seconds.copy())
+      )
+    self.seconds[cause] += seconds
+    self.clock += seconds
+
+  def meet(self, cause: str, groups: Tiling) -> None:
+    """Ranks wait for the slowest of their group."""
+    self.add(cause, groups.max(self.clock) - self.clock)
+
+  def meet_all(self, cause: str) -> None:
+    self.meet(cause, Tiling.at(np.zeros(1, np.int64), self.ranks))
+
+  def recorded(self) -> Spans:
+    """All spans that took any time, in the order of ranks, then of time."""
+    assert self._spans is not None
+    count = len(self._spans)
+    cause, layer, micro_batch, backward, start_s, seconds = zip(*self._spans, strict=True)
+    starts, lasting = np.stack(start_s, axis=1), np.stack(seconds, axis=1)
+    rank, event = np.nonzero(starts + lasting > starts)
+    return Spans(
+      rank=rank,
+      cause=np.array([CAUSES.index(name) for name in cause])[event],
+      layer=np.array(layer)[event],
+      micro_batch=np.array(micro_batch)[event],
+      backward=np.array(backward)[event],
+      start_s=starts.reshape(-1, count)[rank, event],
+      end_s=(starts + lasting)[rank, event],
+    )
+
+  # --- a micro-batch ------------------------------------------------------------------------------------
+
+  def play(self, times: PlanTimes) -> None:
+    """Forward and backward pass of one micro-batch."""
+    layers = range(self.model.num_layers)
+    gather_table_s, reduce_table_s = self.cost.table_s()
+    tables = 1 if self.model.tie_embeddings else 2
+    self.layer, self.backward = -1, False
+    layer_gathers_s = [self.cost.gather_s(layer) for layer in layers]
+    logits_gather_s = gather_table_s if tables == 2 else 0.0
+    self.parameters.to_start = [*layer_gathers_s, logits_gather_s, *reversed(layer_gathers_s)]
+    # The embedding is needed at once.
+    self._collect(gather_table_s)
+    for _ in range(self.cluster.prefetch_layers):
+      self.parameters.start_next(self._last_s())
+    for self.layer in layers:
+      self._begin()
+      self._forward(times, self.layer)
+    self.layer = -1
+    self._begin()
+    self._linear('logits', times.kinds['S'], 3 * self.cost.logits_s())
+    self.backward = True
+    self._reduce(reduce_table_s)
+    for self.layer in reversed(layers):
+      self._begin()
+      self._backward(times, self.layer)
+      self._reduce(self.cost.reduce_s(self.layer))
+    self.layer = -1
+    self._reduce(reduce_table_s if tables == 2 else 0.0)
+    self._wait_for(self.parameters.free_s, reduce_table_s)
+    if self.cluster.domains > 1:
+      self.meet_all('wait: parameters')
+    self.add('parameters', np.full(self.ranks, self.cost.data_reduce_s()))
+
+  def _forward(self, times: PlanTimes, layer: int) -> None:
+    of, kind = times.kinds[self.model.layer_kinds[layer]], self.model.layer_kinds[layer]
+    if self._enters(layer, -1):
+      self._move(of)
+    self._linear('projections', of, self.cost.before_s())
+    self._attention(of, kind, 1.0)
+    self._linear('projections', of, self.cost.after_s(layer))
+    if self.model.has_experts(layer):
+      self._experts(times, of, self.cost.routed_s(layer))
+    if self._enters(layer, 1):
+      self._move(of)
+
+  def _backward(self, times: PlanTimes, layer: int) -> None:
+    of, kind = times.kinds[self.model.layer_kinds[layer]], self.model.layer_kinds[layer]
+    linear = self.cost.linear_backward
+    if self._enters(layer, 1):
+      self._move(of)
+    if self.model.has_experts(layer):
+      self._experts(times, of, linear * self.cost.routed_s(layer))
+    self._linear('projections', of, linear * self.cost.after_s(layer))
+    self._attention(of, kind, ATTENTION_BACKWARD_OVER_FORWARD)
+    self._linear('projections', of, linear * self.cost.before_s())
+    if self._enters(layer, -1):
+      self._move(of)
+
+  def _enters(self, layer: int, step: int) -> bool:
+    """Whether a layout of full layers' own would be entered or left on this side of a layer."""
+    kinds, beside = self.model.layer_kinds, layer + step
+    return kinds[layer] == FULL and 0 <= beside < len(kinds) and kinds[beside] != FULL
+
+  def _linear(self, cause: str, of: LayerTimes, per_token_s: float) -> None:
+    """Work on all slots of a rank; what runs on empty ones is padding."""
+    self.add(cause, of.tokens * per_token_s)
+    self.add('padding', (of.slots - of.tokens) * per_token_s)
+
+  def _attention(self, of: LayerTimes, kind: str, core_factor: float) -> None:
+    name = 'full' if kind == FULL else 'sparse'
+    exchange, core_s = f'{name} exchange', core_factor * of.core_s
+    self.meet(f'wait: {exchange}', of.groups)
+    if self.exchange_chunks == 1:
+      self.add(exchange, of.dispatch_s)
+      self.add(f'{name} attention', core_s)
+      self.add(exchange, of.combine_s)
+    else:
+      # A pipeline over chunks of heads whose exchanges share the link: the slower of link and core decides.
+      chunks = np.minimum(self.exchange_chunks, of.query_heads)
+      link_s = of.dispatch_s + of.combine_s
+      longest = np.maximum(core_s, link_s)
+      self.add(f'{name} attention', core_s)
+      self.add(exchange, longest + (core_s + link_s - longest) / chunks - core_s)
+    self.add(f'{name} attention', core_factor * of.solo_s)
+    self._count(exchange, of.attention.intra, of.attention.inter)
+
+  def _experts(self, times: PlanTimes, of: LayerTimes, per_token_s: float) -> None:
+    if self.cost.expert_ranks > 1:
+      self.meet('wait: experts', times.nodes)
+    self.add('expert exchange', of.expert_exchange_s)
+    self.add('experts', of.routed_tokens * per_token_s)
+    self.add('expert exchange', of.expert_exchange_s)
+    self._count('expert exchange', of.experts.intra, of.experts.inter)
+
+  def _move(self, of: LayerTimes) -> None:
+    if of.move_s is None or of.move is None:
+      return
+    self.meet('wait: redistribution', of.groups)
+    self.add('redistribution', of.move_s)
+    self._count('redistribution', of.move.intra, of.move.inter)
+
+  def _count(self, cause: str, intra: np.ndarray, inter: np.ndarray) -> None:
+    for total, sent in zip(self.sent[cause], (intra, inter), strict=True):
+      total += sent
+
+  # --- parameters ---------------------------------------------------------------------------------------
+
+  def _last_s(self) -> np.ndarray:
+    """When the last rank of each domain gets here, [domains]."""
+    return np.maximum.reduceat(self.clock, self.domain_starts)
+
+  def _begin(self) -> None:
+    """Waits for the next layer's parameters, and starts gathering those of the next one to be prefetched."""
+    stream = self.parameters
+    if not self.cluster.prefetch_layers:
+      stream.start_next(self._last_s())
+    seconds, done_s = stream.ahead.pop(0)
+    self._wait_for(done_s, seconds)
+    if self.cluster.prefetch_layers:
+      stream.start_next(self._last_s())
+
+  def _reduce(self, reduce_s: float) -> None:
+    """Reduces gradients that the last rank has just made; behind the computation, where that is allowed."""
+    if not self.cluster.prefetch_layers:
+      self._collect(reduce_s)
+      return
+    self.parameters.free_s = np.maximum(self.parameters.free_s, self._last_s()) + reduce_s
+
+  def _collect(self, seconds: float) -> None:
+    """A collective over the domain that every rank waits for."""
+    self.parameters.free_s = np.maximum(self.parameters.free_s, self._last_s()) + seconds
+    self._wait_for(self.parameters.free_s, seconds)
+
+  def _wait_for(self, done_s: np.ndarray, lasts_s: float) -> None:
+    """Every rank waits for its domain's collective; the part while it runs is the parameters' own."""
+    repeat = self.cluster.domain_ranks
+    missing = np.maximum(0, np.repeat(done_s, repeat) - self.clock)
+    own = np.minimum(missing, lasts_s)
+    self.add('wait: parameters', missing - own)
+    self.add('parameters', own)
