@@ -11,20 +11,25 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import functools
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from repack_jax.checks import ConfigError
 from repack_jax.commands.command_line import add_config_arguments
-from repack_jax.config import RunConfig
 from repack_jax.config.gin_files import load, resolved
+from repack_jax.config.run import RunConfig
+
+if TYPE_CHECKING:  # JAX starts only when the config has said how many devices to emulate
+  from repack_jax.training.checkpoints import Checkpoints
+  from repack_jax.training.loop import DataState, Position, StepDone
+  from repack_jax.training.metrics import MetricsFile
+  from repack_jax.training.planned_steps import PlannedStep
 
 log = logging.getLogger('train')
 
@@ -66,60 +71,62 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 class Setup:
-  """What a run is made of, in the order it comes to be: devices, mesh, documents, programs."""
+  """What a run is made of, in the order it comes to be: devices, documents, mesh, programs."""
 
   def __init__(self, run: RunConfig):
-    from repack_jax import mesh as meshes
+    from repack_jax.parallel import mesh as meshes
 
     meshes.start_devices(run.cluster)
+    from models.transformer import Decoder
     from repack_jax.data.index import index_samples
     from repack_jax.data.sources import open_source
     from repack_jax.training.step import TrainStep
 
+    self.run = run
     self.source = open_source(run.data)
     self.index = index_samples(self.source, run.data)
     self.mesh = meshes.make_mesh(run.cluster)
-    self.step = TrainStep(run, self.mesh)
-    self.run = self.step.run
+    self.step = TrainStep(run, self.mesh, Decoder(run.model))
     log.info(
       'mesh: data %d x node %d x local %d on %s',
       *self.mesh.devices.shape, self.mesh.devices.flat[0].device_kind,
     )  # fmt: skip
-    if self.run.cluster.platform == 'gpu':
+    if self.mesh.devices.flat[0].platform == 'gpu':
       log.info('XLA_FLAGS: %s', os.environ['XLA_FLAGS'])
 
-  def planned_steps(self, data_state: dict[str, int] | None, draw: Any = None) -> Iterator[Any]:
+  def planned_steps(self, data_state: DataState | None, workdir: Path | None = None) -> Iterator[PlannedStep]:
+    """The steps from here on, planned and packed; pages of some go to the workdir as they are planned."""
     from repack_jax.data.batches import Batcher
-    from repack_jax.plan.arrays import pack
+    from repack_jax.training.hooks import Every
     from repack_jax.training.planned_steps import planned_steps
 
-    step = self.step
-    return planned_steps(
-      self.run,
-      Batcher(self.run.data, self.source, data_state, self.index),
-      lambda plan, samples: step.put(pack(plan, samples, step.widest_degree(plan))),
-      draw,
-    )
+    hooks = []
+    if workdir is not None:
+      hooks.append(Every(self.run.train.draw_every_steps, lambda planned: _draw(self.run, workdir, planned)))
+    batches = Batcher(self.run.data, self.source, data_state, self.index)
+    return planned_steps(self.run, batches, self.step.program, self.step.put, hooks)
 
 
 def train(run: RunConfig, workdir: Path) -> int:
   """Runs or resumes a run in its workdir; returns the exit code."""
   from repack_jax.training.checkpoints import Checkpoints
+  from repack_jax.training.loop import initial_position, restored_position
   from repack_jax.training.metrics import MetricsFile, summary
+  from repack_jax.training.signals import collected_signals
+  from repack_jax.training.workdir import check_workdir, claim_workdir
 
-  with _signals() as stop:
-    _check_workdir(run, workdir)
+  with collected_signals() as stop:
+    check_workdir(run, workdir)
     setup = Setup(run)
-    _claim_workdir(run, workdir)
+    claim_workdir(run, workdir)
     with contextlib.closing(Checkpoints(workdir, run.train.keep_checkpoints)) as checkpoints:
       if checkpoints.latest_step is None:
-        state, data_state, done = setup.step.init_state(), None, 0
+        position = initial_position(setup.step)
       else:
-        state, data_state = checkpoints.restore(setup.step.state_shapes())
-        done = int(state.step)
-        log.info('resuming %s after step %d', workdir, done)
-      with contextlib.closing(MetricsFile(workdir / 'metrics.jsonl', keep_steps=done)) as metrics:
-        _train_steps(setup, workdir, state, data_state, done, checkpoints, metrics, stop)
+        position = restored_position(*checkpoints.restore(setup.step.state_shapes()))
+        log.info('resuming %s after step %d', workdir, position.done)
+      with contextlib.closing(MetricsFile(workdir / 'metrics.jsonl', position.done)) as metrics:
+        _train_steps(setup, workdir, position, checkpoints, metrics, stop)
   stopped = f' (stopped by {stop[0].name}, saved; the same command with --workdir resumes)' if stop else ''
   print(f'\nrun in {workdir}{stopped}\n{summary(metrics.records, setup.index.counts)}')
   return 128 + stop[0] if stop else 0
@@ -128,130 +135,59 @@ def train(run: RunConfig, workdir: Path) -> int:
 def _train_steps(
   setup: Setup,
   workdir: Path,
-  state: Any,
-  data_state: dict[str, int] | None,
-  done: int,
-  checkpoints: Any,
-  metrics: Any,
+  start: Position,
+  checkpoints: Checkpoints,
+  metrics: MetricsFile,
   stop: list[signal.Signals],
 ) -> None:
-  """The loop: one planned step, its micro-batches, the update, a record; saves as the config says."""
+  """Trains with what goes on beside it: a record and the progress bar each step, checkpoints as asked for."""
   from tqdm import tqdm
 
   from repack_jax.data.prefetch import Prefetcher
-  from repack_jax.parallel.agreement import check_same_plan
-  from repack_jax.training.metrics import step_record
+  from repack_jax.training.hooks import Every
+  from repack_jax.training.loop import TrainLoop
+  from repack_jax.training.metrics import status, step_record
 
-  train, program, first = setup.run.train, setup.step, done
-  sums = program.zero_sums()
-  draw = functools.partial(_draw, setup.run, workdir)
-  planned_steps = Prefetcher(setup.planned_steps(data_state, draw), setup.run.planner.lookahead_steps)
-  with planned_steps, tqdm(total=train.steps, initial=done, unit='step', dynamic_ncols=True) as bar:
+  config = setup.run.train
+
+  def record(step: StepDone) -> None:
+    metrics.write(step_record(setup.run, step))
+    bar.set_postfix_str(status(metrics.records[-1]), refresh=False)
+    bar.update()
+
+  hooks = [
+    Every(1, record),
+    Every(config.checkpoint_every, lambda step: checkpoints.save(step.position)),
+  ]
+  loop = TrainLoop(setup.step, start, hooks)
+  planned = Prefetcher(setup.planned_steps(start.data_state, workdir), setup.run.planner.lookahead_steps)
+  with planned, tqdm(total=config.steps, initial=start.done, unit='step', dynamic_ncols=True) as bar:
     bar.set_postfix_str('compiling the first step')
     try:
-      while done < train.steps and not stop:
-        planned, wait_s = next(planned_steps)
-        if done == first:
-          check_same_plan(planned.plan_digest)
-        start = time.perf_counter()
-        for plan, arrays in zip(planned.plans, planned.arrays, strict=True):
-          sums = program.accumulate(state, sums, plan, arrays)
-        # One assignment: an interrupt later on, even in the wait for the values, finds all three of one step.
-        (state, measured, sums), done, data_state = (
-          program.update(state, sums, planned.target_tokens), done + 1, planned.batch.state_after,
-        )  # fmt: skip
-        values = {name: getattr(measured, name).item() for name in _SCALARS}
-        step_s = time.perf_counter() - start
-        compiles = program.traces['accumulate']
-        record = step_record(setup.run, done, planned, values, step_s, wait_s, compiles)
-        metrics.write(record)
-        bar.set_postfix_str(_status(record), refresh=False)
-        bar.update()
-        if train.checkpoint_every and done % train.checkpoint_every == 0:
-          checkpoints.save(done, state, data_state)
+      loop.run(planned, config.steps, lambda: stop)
     finally:  # whatever ends the loop, what was trained is kept
-      if data_state is not None:
-        checkpoints.save(done, state, data_state)
+      checkpoints.save(loop.position)
 
 
-_SCALARS = ('loss', 'grad_norm', 'learning_rate', 'balance', 'router_z', 'dropped')
-
-
-def _draw(run: RunConfig, workdir: Path, step: int, lengths: Sequence[int]) -> None:
-  """Writes a page with the plan of a step. Called in the thread that plans ahead."""
+def _draw(run: RunConfig, workdir: Path, planned: PlannedStep) -> None:
+  """Writes a page with the plan of a step."""
   from repack_jax.report import plan_page
   from repack_jax.report.case import cases_of
 
   folder = workdir / 'plans'
   folder.mkdir(exist_ok=True)
-  page = plan_page(run, cases_of(run, lengths), f'Step {step} of {workdir.name}')
-  (folder / f'step-{step:06d}.html').write_text(page)
-
-
-def _status(record: dict[str, Any]) -> str:
-  return (
-    f'loss {record["loss"]:.3f}, {record["tokens_per_s"]:,.0f} tokens/s, '
-    f'padding {record["padding_fraction"]:.0%}, imbalance {record["imbalance"]:.2f}'
-  )
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[signal.Signals]]:
-  """Collects SIGTERM and Ctrl-C, whenever they come; the loop looks after each step.
-
-  Python runs a handler between its own instructions, so one that comes during a compilation is seen when
-  that ends. A second Ctrl-C stops at once.
-  """
-  received: list[signal.Signals] = []
-
-  def note(number: int, frame: object) -> None:
-    if received and number == signal.SIGINT:
-      raise KeyboardInterrupt
-    received.append(signal.Signals(number))
-    # Not print: it may have been interrupted in the middle, and is not reentrant.
-    os.write(2, f'\n{received[-1].name}: saving after the step that runs\n'.encode())
-
-  before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-  try:
-    yield received
-  finally:
-    for number, handler in before.items():
-      signal.signal(number, handler)
-
-
-def _check_workdir(run: RunConfig, workdir: Path) -> None:
-  """Raises ConfigError where the workdir holds a run with another model or data, naming the first field."""
-  saved = workdir / 'resolved.gin'
-  if saved.exists():
-    before = load([str(saved)], [])
-    for old, new in ((before.model, run.model), (before.data, run.data)):
-      for name, value in vars(old).items():
-        if value != getattr(new, name):
-          raise ConfigError(
-            f'{type(new).__name__}.{name} = {getattr(new, name)!r}: the run in {workdir} has {value!r}. '
-            'Resume it with the same value, or give another --workdir'
-          )
-
-
-def _claim_workdir(run: RunConfig, workdir: Path) -> None:
-  """Makes the workdir and writes `resolved.gin`; raises ConfigError where it cannot be written."""
-  try:
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / 'resolved.gin').write_text(resolved(run))
-  except OSError as error:
-    raise ConfigError(f'--workdir {workdir}: cannot be written ({error.strerror})') from error
+  lengths = [len(sample) for sample in planned.batch.samples]
+  page = plan_page(run, cases_of(run, lengths), f'Step {planned.step} of {workdir.name}')
+  (folder / f'step-{planned.step:06d}.html').write_text(page)
 
 
 def dry_run(run: RunConfig) -> int:
   """Prints all that is known before the first step, compiles it, and returns."""
-  import jax
-  import numpy as np
+  from repack_jax.predict.sizes import total_parameters
 
   print(resolved(run))
   setup = Setup(run)
-  shapes = setup.step.state_shapes()
-  parameters = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes.params))
-  print(f'parameters: {parameters:,}')
+  print(f'parameters: {total_parameters(run.model):,}')
   for name, value in setup.index.describe().items():
     print(f'{name}: {value:,}')
   planned = next(setup.planned_steps(None))
@@ -261,7 +197,7 @@ def dry_run(run: RunConfig) -> int:
   )
   print(planned.plans[0].table())
   print('\ncompiling the first step ...')
-  compiled = setup.step.lowered(planned.plans[0].program)['accumulate'].compile()
+  compiled = setup.step.lowered(planned.programs[0])['accumulate'].compile()
   for name, value in setup.step.memory_bytes(compiled).items():
     print(f'{name}: {value:,} a rank')
   return 0

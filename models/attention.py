@@ -5,8 +5,10 @@ from __future__ import annotations
 import jax
 from flax import nnx
 
-from models.layers import RMSNorm, normal_param, rotary
-from repack_jax.config import ModelConfig
+from models.layers import RMSNorm, parameter, rotary
+from repack_jax.config.model import ModelConfig
+from repack_jax.config.weights import Table
+from repack_jax.kinds import LayerKind
 from repack_jax.plan.arrays import PlanArrays
 from repack_jax.training.context import StepContext
 
@@ -14,16 +16,15 @@ from repack_jax.training.context import StepContext
 class Attention(nnx.Module):
   """Grouped-query attention with rotary positions: projections on this rank's tokens, core on the group's."""
 
-  def __init__(self, config: ModelConfig, kind: str, out_std: float, rngs: nnx.Rngs):
-    heads, kv, width = config.num_heads, config.num_kv_heads, config.head_dim
+  def __init__(self, config: ModelConfig, kind: LayerKind, table: Table, rngs: nnx.Rngs):
     self.kind, self.config = kind, config
-    self.query = normal_param(rngs, (config.d_model, heads * width), config.init_std)
-    self.key = normal_param(rngs, (config.d_model, kv * width), config.init_std)
-    self.value = normal_param(rngs, (config.d_model, kv * width), config.init_std)
-    self.out = normal_param(rngs, (heads * width, config.d_model), out_std)
+    self.query = parameter(table['query'], rngs)
+    self.key = parameter(table['key'], rngs)
+    self.value = parameter(table['value'], rngs)
+    self.out = parameter(table['out'], rngs)
     if config.qk_norm:
-      self.query_norm = RMSNorm(width, config.norm_eps)
-      self.key_norm = RMSNorm(width, config.norm_eps)
+      self.query_norm = RMSNorm(table['query_norm'], config.norm_eps, rngs)
+      self.key_norm = RMSNorm(table['key_norm'], config.norm_eps, rngs)
 
   def __call__(self, x: jax.Array, batch: PlanArrays, ctx: StepContext) -> jax.Array:
     """x [T, d] -> [T, d]."""
@@ -33,6 +34,6 @@ class Attention(nnx.Module):
     v = (x @ self.value[...]).reshape(-1, config.num_kv_heads, config.head_dim)
     if config.qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
-    q, k = (rotary(x, batch.positions, config.rope_theta) for x in (q, k))
+    q, k = (rotary(x, batch.positions, self.kind.rope_theta) for x in (q, k))
     y = ctx.attend(self.kind, q, k, v, batch)
     return y.reshape(-1, config.num_heads * config.head_dim) @ self.out[...]

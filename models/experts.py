@@ -17,8 +17,9 @@ from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from models.layers import GatedMLP, normal_param
-from repack_jax.config import ModelConfig
+from models.layers import GatedMLP, parameter
+from repack_jax.config.model import ModelConfig
+from repack_jax.config.weights import Table
 from repack_jax.exchange.collectives import exchange_blocks
 from repack_jax.ops.attention import KEPT
 from repack_jax.ops.grouped import grouped_matmul
@@ -57,15 +58,14 @@ def block_rows(config: ModelConfig, capacity_tokens: int, expert_ranks: int) -> 
 class Experts(nnx.Module):
   """Top-k routed experts, weights of the chosen renormalized to sum to one, and an optional shared expert."""
 
-  def __init__(self, config: ModelConfig, out_std: float, rngs: nnx.Rngs):
-    e, d, f = config.num_experts, config.d_model, config.expert_width
+  def __init__(self, config: ModelConfig, table: Table, rngs: nnx.Rngs):
     self.config = config
-    self.router = normal_param(rngs, (d, e), config.init_std)
-    self.expert_gate = normal_param(rngs, (e, d, f), config.init_std)
-    self.expert_up = normal_param(rngs, (e, d, f), config.init_std)
-    self.expert_down = normal_param(rngs, (e, f, d), out_std)
+    self.router = parameter(table['router'], rngs)
+    self.expert_gate = parameter(table['expert_gate'], rngs)
+    self.expert_up = parameter(table['expert_up'], rngs)
+    self.expert_down = parameter(table['expert_down'], rngs)
     if config.shared_expert_width:
-      self.shared = GatedMLP(d, config.shared_expert_width, config.init_std, out_std, rngs)
+      self.shared = GatedMLP(table['shared'], rngs)
 
   def __call__(
     self, x: jax.Array, valid: jax.Array, load: jax.Array, ctx: StepContext
@@ -102,11 +102,11 @@ class Experts(nnx.Module):
     k = self.config.experts_per_token
     order = jnp.argsort(chosen, stable=True)  # by expert; padding last
     place = jnp.argsort(order)  # of each assignment in that order
-    if ctx.expert_ranks == 1:
+    if ctx.chosen.expert_ranks == 1:
       rows = self._grouped(x[order // k], counts, ctx)
       return jnp.where((chosen < self.config.num_experts)[:, None], rows[place], 0), jnp.int32(0)
 
-    ranks, per_rank = ctx.expert_ranks, self.config.num_experts // ctx.expert_ranks
+    ranks, per_rank = ctx.chosen.expert_ranks, self.config.num_experts // ctx.chosen.expert_ranks
     block = block_rows(self.config, x.shape[0], ranks)
     to_rank = counts.reshape(ranks, per_rank)
     start = jnp.cumsum(to_rank.sum(axis=1)) - to_rank.sum(axis=1)
@@ -117,10 +117,10 @@ class Experts(nnx.Module):
     blocks = jnp.where((slot < sent[:, None])[..., None], x[source], 0)
 
     theirs = lax.all_to_all(kept, LOCAL_AXIS, split_axis=0, concat_axis=0)  # [L, E/L], a few integers
-    received = exchange_blocks(LOCAL_AXIS, ctx.implementation, blocks, sent, theirs.sum(axis=1))
+    received = exchange_blocks(LOCAL_AXIS, ctx.chosen.exchange, blocks, sent, theirs.sum(axis=1))
     received = checkpoint_name(received, KEPT)
     outputs = self._grouped_by_block(received, theirs, ctx)
-    returned = exchange_blocks(LOCAL_AXIS, ctx.implementation, outputs, theirs.sum(axis=1), sent)
+    returned = exchange_blocks(LOCAL_AXIS, ctx.chosen.exchange, outputs, theirs.sum(axis=1), sent)
     returned = checkpoint_name(returned, KEPT)
 
     rank = jnp.minimum(chosen // per_rank, ranks - 1)
@@ -141,7 +141,7 @@ class Experts(nnx.Module):
     """Expert outputs of rows sorted by expert; rows past the sum of sizes come out as zero."""
 
     def product(x: jax.Array, weights: jax.Array) -> jax.Array:
-      return grouped_matmul(ctx.grouped, x, weights, sizes.astype(jnp.int32))
+      return grouped_matmul(ctx.chosen.grouped, x, weights, sizes.astype(jnp.int32))
 
     hidden = jax.nn.silu(product(rows, self.expert_gate[...])) * product(rows, self.expert_up[...])
     return product(hidden, self.expert_down[...])

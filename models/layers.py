@@ -6,17 +6,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from repack_jax.config.weights import Table, Weight
 
-def normal_param(rngs: nnx.Rngs, shape: tuple[int, ...], std: float) -> nnx.Param:
-  """A float32 master weight."""
-  return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32))
+
+def parameter(weight: Weight, rngs: nnx.Rngs) -> nnx.Param:
+  """Returns a float32 master weight with its initial values."""
+  if weight.init_std is None:
+    return nnx.Param(jnp.ones(weight.shape, jnp.float32))
+  return nnx.Param(weight.init_std * jax.random.normal(rngs.params(), weight.shape, jnp.float32))
 
 
 class RMSNorm(nnx.Module):
   """Root-mean-square norm over the last axis, in float32 (Zhang & Sennrich 2019)."""
 
-  def __init__(self, width: int, eps: float):
-    self.scale = nnx.Param(jnp.ones((width,), jnp.float32))
+  def __init__(self, table: Table, eps: float, rngs: nnx.Rngs):
+    self.scale = parameter(table['scale'], rngs)
     self.eps = eps
 
   def __call__(self, x: jax.Array) -> jax.Array:
@@ -28,17 +32,19 @@ class RMSNorm(nnx.Module):
 class GatedMLP(nnx.Module):
   """`down(silu(gate(x)) * up(x))`: [T, d] -> [T, d] (Shazeer 2020)."""
 
-  def __init__(self, d_model: int, width: int, std: float, out_std: float, rngs: nnx.Rngs):
-    self.gate = normal_param(rngs, (d_model, width), std)
-    self.up = normal_param(rngs, (d_model, width), std)
-    self.down = normal_param(rngs, (width, d_model), out_std)
+  def __init__(self, table: Table, rngs: nnx.Rngs):
+    self.gate = parameter(table['gate'], rngs)
+    self.up = parameter(table['up'], rngs)
+    self.down = parameter(table['down'], rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     return (jax.nn.silu(x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-  """Rotary position embedding of x [T, heads, D] at positions int32 [T] (Su et al. 2021), halves paired."""
+  """Returns x [T, heads, D] with rotary positions int32 [T] (Su et al. 2021), halves paired; as is for theta 0."""
+  if not theta:
+    return x
   half = x.shape[-1] // 2
   frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
   angle = positions.astype(jnp.float32)[:, None, None] * frequency

@@ -19,16 +19,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, PartitionSpec
 
 from models.attention import Attention
 from models.experts import Experts, ExpertStats
 from models.layers import GatedMLP, RMSNorm
-from repack_jax.config import LAYER_SCOPES, ModelConfig
+from repack_jax.config import weights
+from repack_jax.config.model import ModelConfig
+from repack_jax.kinds import LAYER_SCOPES
 from repack_jax.ops.attention import KEPT
 from repack_jax.ops.loss import token_losses
-from repack_jax.parallel.mesh import parameter_spec
-from repack_jax.parallel.sharded import EXPERT_NAMES, gather_parameters, leaf_name, save_all_but_gathered
+from repack_jax.parallel.sharded import gather_parameters, save_all_but_gathered
 from repack_jax.plan.arrays import PlanArrays
 from repack_jax.training.context import StepContext
 
@@ -56,21 +56,21 @@ class Layer(nnx.Module):
   """Norm, attention, norm, experts (or a dense feed-forward block), each added to the residual stream."""
 
   def __init__(self, config: ModelConfig, index: int, rngs: nnx.Rngs):
-    out_std = config.init_std / (2 * config.num_layers) ** 0.5
-    self.config, self.kind = config, config.layer_kinds[index]
-    self.attention_norm = RMSNorm(config.d_model, config.norm_eps)
-    self.attention = Attention(config, self.kind, out_std, rngs)
-    self.feed_forward_norm = RMSNorm(config.d_model, config.norm_eps)
+    table = weights.layer(config, index)
+    self.config, self.kind = config, config.kind(config.layer_kinds[index])
+    self.attention_norm = RMSNorm(table['attention_norm'], config.norm_eps, rngs)
+    self.attention = Attention(config, self.kind, table['attention'], rngs)
+    self.feed_forward_norm = RMSNorm(table['feed_forward_norm'], config.norm_eps, rngs)
     if config.has_experts(index):
-      self.experts = Experts(config, out_std, rngs)
+      self.experts = Experts(config, table['experts'], rngs)
     else:
-      self.dense = GatedMLP(config.d_model, config.dense_width, config.init_std, out_std, rngs)
+      self.dense = GatedMLP(table['dense'], rngs)
 
   def __call__(
     self, x: jax.Array, load: jax.Array, batch: PlanArrays, ctx: StepContext
   ) -> tuple[jax.Array, ExpertStats]:
     """x [T, d], load float32 [E] -> ([T, d], stats)."""
-    with jax.named_scope(LAYER_SCOPES[self.kind]):
+    with jax.named_scope(LAYER_SCOPES[self.kind.layout]):
       with jax.named_scope('attention'):
         x = x + self.attention(self.attention_norm(x), batch, ctx)
       with jax.named_scope('feed_forward'):
@@ -132,107 +132,151 @@ def stacks(config: ModelConfig) -> list[Stack]:
   return [stack for stack in found if stack.runs]
 
 
-def init_parameters(config: ModelConfig, seed: int) -> Tree:
-  """Float32 master weights. A layer's depend on the seed and its index alone."""
-  key = jax.random.key(seed)
+@dataclass(frozen=True)
+class Decoder:
+  """The model that a config describes, as the training step takes it (`step.Model`)."""
 
-  def layer_state(index: jax.Array, like: int) -> Tree:
-    rngs = nnx.Rngs(params=jax.random.fold_in(key, index))
-    return nnx.state(Layer(config, like, rngs), nnx.Param)
+  config: ModelConfig
 
-  def stacked(stack: Stack, run: int) -> Tree:
-    layers = stack.run_layers(run)
-    return jax.vmap(jax.vmap(lambda i: layer_state(i, int(layers[0, 0]))))(jnp.asarray(layers))
+  # --- weights --------------------------------------------------------------------------------------------
 
-  table = (config.vocab_size, config.d_model)
-  embed_key, head_key = (jax.random.fold_in(key, config.num_layers + i) for i in range(2))
-  params = {
-    'embedding': config.init_std * jax.random.normal(embed_key, table, jnp.float32),
-    'stacks': [[stacked(s, run) for run in range(len(s.runs))] for s in stacks(config)],
-    'final_norm': nnx.state(RMSNorm(config.d_model, config.norm_eps), nnx.Param),
-  }
-  if not config.tie_embeddings:
-    params['head'] = config.init_std * jax.random.normal(head_key, table, jnp.float32)
-  return params
+  def init(self, seed: int) -> Tree:
+    """Returns float32 master weights. A layer's depend on the seed and its index alone."""
+    config, key = self.config, jax.random.key(seed)
+
+    def layer_weights(index: jax.Array, like: int) -> Tree:
+      rngs = nnx.Rngs(params=jax.random.fold_in(key, index))
+      return nnx.to_pure_dict(nnx.state(Layer(config, like, rngs), nnx.Param))
+
+    def stacked(stack: Stack, run: int) -> Tree:
+      layers = stack.run_layers(run)
+      return jax.vmap(jax.vmap(lambda i: layer_weights(i, int(layers[0, 0]))))(jnp.asarray(layers))
+
+    outside = weights.vocabulary(config)
+    keys = {
+      name: jax.random.fold_in(key, config.num_layers + i) for i, name in enumerate(('embedding', 'head'))
+    }
+
+    def table(name: str) -> jax.Array:
+      return outside[name].init_std * jax.random.normal(keys[name], outside[name].shape, jnp.float32)
+
+    params = {
+      'embedding': table('embedding'),
+      'stacks': [[stacked(s, run) for run in range(len(s.runs))] for s in stacks(config)],
+      'final_norm': nnx.to_pure_dict(nnx.state(self._final_norm(), nnx.Param)),
+    }
+    return params if config.tie_embeddings else params | {'head': table('head')}
+
+  def weights(self) -> Tree:
+    """Returns a `Weight` for each parameter."""
+
+    def of_run(stack: Stack, run: int) -> Tree:
+      return weights.layer(self.config, int(stack.run_layers(run)[0, 0]))
+
+    runs = [[of_run(s, run) for run in range(len(s.runs))] for s in stacks(self.config)]
+    return weights.vocabulary(self.config) | {'stacks': runs}
+
+  def _final_norm(self) -> RMSNorm:
+    table = weights.vocabulary(self.config)['final_norm']
+    return RMSNorm(table, self.config.norm_eps, nnx.Rngs(0))
+
+  # --- from step to step ----------------------------------------------------------------------------------
+
+  def init_carry(self) -> jax.Array:
+    """Returns each expert's share of a step's assignments, float32 [N, E]: as if all were equal."""
+    experts = max(1, self.config.num_experts)
+    return jnp.full((self.config.num_layers, experts), 1 / experts, jnp.float32)
+
+  def next_carry(self, losses: LossSums) -> jax.Array:
+    """Returns each expert's share of the step's assignments, float32 [N, E]."""
+    totals = losses.expert_counts.sum(axis=-1, keepdims=True)
+    return jnp.where(totals > 0, losses.expert_counts / jnp.maximum(totals, 1), self.init_carry())
+
+  def zero_losses(self) -> LossSums:
+    """Returns losses of nothing."""
+    counts = jnp.zeros((self.config.num_layers, max(1, self.config.num_experts)), jnp.int32)
+    zero = jnp.float32(0)
+    return LossSums(zero, zero, zero, counts, jnp.int32(0))
+
+  def metrics(self, losses: LossSums, target_tokens: jax.Array) -> dict[str, jax.Array]:
+    """Returns means over target tokens, the loss in nats, the auxiliary losses not weighted; and a count."""
+    return {
+      'loss': losses.cross_entropy / target_tokens,
+      'balance_loss': losses.balance / target_tokens,
+      'router_z_loss': losses.router_z / target_tokens,
+      'dropped_assignments': losses.dropped,
+    }
+
+  # --- one micro-batch ------------------------------------------------------------------------------------
+
+  def loss_sums(
+    self, params: Tree, placed: Tree, carry: jax.Array, batch: PlanArrays, ctx: StepContext
+  ) -> tuple[jax.Array, LossSums]:
+    """Runs the model on this rank's block of a micro-batch, inside `shard_map`.
+
+    Args:
+      params: this rank's shards; `placed` has a `Sharded` for each.
+      carry: float32 [N, E], each expert's share of the step before.
+      batch: the rank's own arrays, without the axis of ranks.
+
+    Returns:
+      (the rank's own *sum* loss, not divided by anything; its parts).
+    """
+    config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
+
+    def whole(name: str) -> Tree:
+      return gather_parameters(params[name], placed[name], dtype)
+
+    embedding = whole('embedding')
+    x = embedding[batch.tokens]
+    counts = []
+    balance, router_z, dropped = jnp.float32(0), jnp.float32(0), jnp.int32(0)
+    for stack, shards, of_stack in zip(stacks(config), params['stacks'], placed['stacks'], strict=True):
+      x, stats = _run_stack(config, stack, shards, of_stack, carry[stack.first : stack.end], x, batch, ctx)
+      counts.append(stats.counts)
+      balance, router_z = balance + stats.balance.sum(), router_z + stats.router_z.sum()
+      dropped = dropped + stats.dropped.sum()
+
+    norm = _with_weights(self._final_norm, whole('final_norm'))
+    table = embedding if config.tie_embeddings else whole('head')
+    with jax.named_scope('loss'):
+      cross_entropy = token_losses(config.loss_vocab_chunk, norm(x), table, batch.targets).sum()
+    expert_layers = max(1, sum(config.has_experts(i) for i in range(config.num_layers)))
+    balance, router_z = balance / expert_layers, router_z / expert_layers
+    total = cross_entropy + config.balance_loss_weight * balance + config.router_z_loss_weight * router_z
+    return total, LossSums(cross_entropy, balance, router_z, jnp.concatenate(counts), dropped)
 
 
-def parameter_specs(config: ModelConfig, expert_ranks: int, mesh: Mesh) -> Tree:
-  """A PartitionSpec for each parameter; stacked ones are sharded along a layer's own dimensions."""
-  shapes = jax.eval_shape(functools.partial(init_parameters, config, 0))
-
-  def spec(path: tuple, leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-    stacked = getattr(path[0], 'key', None) == 'stacks'
-    spread = expert_ranks > 1 and leaf_name(path) in EXPERT_NAMES
-    inner = parameter_spec(leaf.shape[2:] if stacked else leaf.shape, 0 if spread else None, mesh)
-    return PartitionSpec(None, None, *inner) if stacked else inner
-
-  return jax.tree_util.tree_map_with_path(spec, shapes)
-
-
-def loss_sums(
-  params: Tree, specs: Tree, load: jax.Array, batch: PlanArrays, ctx: StepContext
-) -> tuple[jax.Array, LossSums]:
-  """Runs the model on this rank's block of a micro-batch, inside `shard_map`.
-
-  Args:
-    params: this rank's shards; specs as `parameter_specs` gives them.
-    load: float32 [N, E], each expert's share of the step before.
-    batch: the rank's own arrays, without the axis of ranks.
-
-  Returns:
-    (the rank's own *sum* loss, not divided by anything; its parts).
-  """
-  config, dtype = ctx.model, ctx.dtype
-  embedding = gather_parameters(params['embedding'], specs['embedding'], dtype)
-  x = embedding[batch.tokens]
-  counts = []
-  balance, router_z, dropped = jnp.float32(0), jnp.float32(0), jnp.int32(0)
-  for stack, weights, stack_specs in zip(stacks(config), params['stacks'], specs['stacks'], strict=True):
-    x, stats = _run_stack(stack, weights, stack_specs, load[stack.first : stack.end], x, batch, ctx)
-    counts.append(stats.counts)
-    balance, router_z = balance + stats.balance.sum(), router_z + stats.router_z.sum()
-    dropped = dropped + stats.dropped.sum()
-
-  norm = nnx.merge(
-    _graph(functools.partial(RMSNorm, config.d_model, config.norm_eps)),
-    gather_parameters(params['final_norm'], specs['final_norm'], dtype),
-  )
-  table = embedding
-  if not config.tie_embeddings:
-    table = gather_parameters(params['head'], specs['head'], dtype)
-  with jax.named_scope('loss'):
-    cross_entropy = token_losses(config.loss_vocab_chunk, norm(x), table, batch.targets).sum()
-  expert_layers = max(1, sum(config.has_experts(i) for i in range(config.num_layers)))
-  balance, router_z = balance / expert_layers, router_z / expert_layers
-  total = cross_entropy + config.balance_loss_weight * balance + config.router_z_loss_weight * router_z
-  return total, LossSums(cross_entropy, balance, router_z, jnp.concatenate(counts), dropped)
-
-
-def _graph(make: Any) -> nnx.GraphDef:
-  """The static part of a module, made without allocating its weights."""
-  return nnx.split(nnx.eval_shape(make), nnx.Param)[0]
+def _with_weights(make: Any, params: Tree) -> Any:
+  """The module that `make` makes, with these weights; its own are never allocated."""
+  graph, state = nnx.split(nnx.eval_shape(make), nnx.Param)
+  nnx.replace_by_pure_dict(state, params)
+  return nnx.merge(graph, state)
 
 
 def _run_stack(
+  config: ModelConfig,
   stack: Stack,
-  weights: list[Tree],
-  specs: list[Tree],
+  shards: list[Tree],
+  placed: list[Tree],
   load: jax.Array,
   x: jax.Array,
   batch: PlanArrays,
   ctx: StepContext,
 ) -> tuple[jax.Array, ExpertStats]:
   """Scans a stack over its repeats; stats come back with a leading axis of layers."""
+  dtype = jnp.dtype(config.compute_dtype)
   policy = save_all_but_gathered
-  if ctx.model.remat == 'layer':
+  if config.remat == 'layer':
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
 
   def run_layer(run: int, x: jax.Array, xs: tuple[Tree, jax.Array]):
     shards, load = xs
     first = int(stack.run_layers(run)[0, 0])
-    graph = _graph(lambda: Layer(ctx.model, first, nnx.Rngs(0)))
-    inner_specs = jax.tree.map(lambda spec: PartitionSpec(*spec[2:]), specs[run])
-    layer = nnx.merge(graph, gather_parameters(shards, inner_specs, ctx.dtype))
+    of_layer = jax.tree.map(lambda leaf: leaf.of_layer, placed[run])
+    layer = _with_weights(
+      lambda: Layer(config, first, nnx.Rngs(0)), gather_parameters(shards, of_layer, dtype)
+    )
     return layer(x, load, batch, ctx)
 
   def repeat(x: jax.Array, xs: tuple[list[Tree], jax.Array]):
@@ -246,5 +290,5 @@ def _run_stack(
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
 
   loads = load.reshape(stack.repeats, stack.length, -1)
-  x, stats = jax.lax.scan(repeat, x, (weights, loads))
+  x, stats = jax.lax.scan(repeat, x, (shards, loads))
   return x, jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), stats)

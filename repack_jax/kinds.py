@@ -18,10 +18,12 @@ from typing import Any, ClassVar
 import numpy as np
 
 from repack_jax.checks import check_min, check_types
-from repack_jax.plan.plan import CHILDREN, PARENTS
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS
 from repack_jax.plan.wire import Wire
 
 Array = Any  # of NumPy or of JAX
+
+LAYER_SCOPES = {layout: f'{layout}_layer' for layout in LAYOUTS}  # in profiles and compiled programs
 
 
 @dataclass(frozen=True)

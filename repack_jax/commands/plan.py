@@ -24,7 +24,8 @@ from repack_jax.commands import command_line
 from repack_jax.config import RunConfig
 from repack_jax.config.gin_files import load
 from repack_jax.data.lengths import Histogram, file_order_batches, length_batches, read_lengths
-from repack_jax.predict.cost_model import cross_node_bytes
+from repack_jax.predict.cost_model import model_costs
+from repack_jax.predict.costs import Costs
 from repack_jax.report import Case, plan_page, write_trace
 from repack_jax.report.case import cases_of
 from repack_jax.report.words import amount, describe_cluster, describe_rates
@@ -52,7 +53,7 @@ def batch_of(run: RunConfig, file: str, number: int) -> np.ndarray:
   return batch
 
 
-def summary(run: RunConfig, cases: Sequence[Case], bound_s: float) -> list[Row]:
+def summary(costs: Costs, cases: Sequence[Case], bound_s: float) -> list[Row]:
   """A row a mode: predicted seconds against the baseline and the bound, bytes across nodes, imbalance."""
   base_s = next(case.simulated.step_s for case in cases if case.name == BASELINE)
   return [
@@ -62,7 +63,7 @@ def summary(run: RunConfig, cases: Sequence[Case], bound_s: float) -> list[Row]:
       'over_baseline': case.simulated.step_s / base_s,
       'over_bound': case.simulated.step_s / bound_s,
       'mfu': case.simulated.mfu,
-      'cross_node_bytes': sum(cross_node_bytes(plan, run.model) for plan in case.plans),
+      'cross_node_bytes': sum(costs.cross_node_bytes(plan) for plan in case.plans),
       'imbalance': float(
         sum(plan.rank_tokens.max() for plan in case.plans)
         / sum(plan.rank_tokens.mean() for plan in case.plans)
@@ -133,9 +134,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     cases = cases_of(run, lengths)
   except SampleTooLong as error:
     raise ConfigError(f'{file}: {error}') from None
-  bound_s = compute_bound_s(lengths, run.cluster, run.model)
+  costs = model_costs(run.cluster, run.model)
+  bound_s = compute_bound_s(lengths, costs)
   own = next(case for case in cases if case.name == run.planner.mode)
-  rows = summary(run, cases, bound_s)
+  rows = summary(costs, cases, bound_s)
   print(
     f'batch {args.batch} of {file}: {len(lengths)} samples, {lengths.sum()} tokens, longest {lengths.max()}'
   )

@@ -18,11 +18,12 @@ from tqdm import tqdm
 
 from repack_jax.checks import ConfigError
 from repack_jax.commands import command_line
-from repack_jax.config import FULL, RunConfig
+from repack_jax.config import RunConfig
 from repack_jax.config.gin_files import load
 from repack_jax.data.lengths import length_batches, read_lengths
+from repack_jax.plan.plan import PARENTS
 from repack_jax.predict import sizes as memory
-from repack_jax.predict.cost_model import CostModel
+from repack_jax.predict.cost_model import model_costs
 from repack_jax.predict.simulator import COMPUTE, TRANSFER, WAIT, Simulated, simulate
 from repack_jax.report.words import amount, describe_cluster, describe_model, describe_rates
 from repack_jax.solver import SampleTooLong
@@ -69,19 +70,19 @@ def play(run: RunConfig) -> tuple[Tally, Tally, Counter[int]]:
   """(the steps whose parents cross nodes in the baseline, all steps, widest parent -> steps)."""
   batches = length_batches(read_lengths(run.simulator.lengths, run.data.text_field), run.data, run.simulator)
   wide, everything, widest = Tally(), Tally(), Counter[int]()
-  cost = CostModel(run.cluster, run.model)
+  costs = model_costs(run.cluster, run.model)
   for _ in tqdm(range(run.simulator.steps), unit='step', desc='simulating', disable=None):
     lengths = next(batches)
     try:
-      found = simulate_modes(run, lengths, SIMULATED_MODES)
+      found = simulate_modes(lengths, costs, run.batch_planner, SIMULATED_MODES)
     except SampleTooLong as error:
       raise ConfigError(f'{run.simulator.lengths}: {error}') from None
     played = {mode: step for mode, (_, step) in found.items()}
     for name, chunks in WHAT_IF.items():
-      played[name] = simulate(cost, found['solve'][0], exchange_chunks=chunks)
-    bound_s = compute_bound_s(lengths, run.cluster, run.model)
+      played[name] = simulate(costs, found['solve'][0], exchange_chunks=chunks)
+    bound_s = compute_bound_s(lengths, costs)
     everything.add(played, bound_s)
-    degree = max(plan.widest(FULL) for plan in found[BASELINE][0])
+    degree = max(plan.widest(PARENTS) for plan in found[BASELINE][0])
     widest[degree] += 1
     if degree > run.cluster.ranks_per_node:
       wide.add(played, bound_s)

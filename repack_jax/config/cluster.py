@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from repack_jax.checks import check_choice, check_min, check_types, is_power_of_two, require
+from repack_jax.plan.wire import MOST_ROW_BYTES
 
 MAX_DOMAIN_RANKS = 32  # GPU ragged all-to-alls beyond this crash in some XLA versions (openxla/xla#47283)
 
@@ -33,6 +34,8 @@ class ClusterConfig:
       behind the backward pass, so that ranks may be as many layers apart; 0 where ranks meet at each layer.
     memory_bytes: of a rank; 0 where unknown.
     memory_bytes_per_s: of a rank; what the optimizer's update is bound by.
+    wire_row_bytes: what the links pad shorter rows to, so that exchanges send whole ones: 512 on TPUs, 1
+      elsewhere. A power of two. Plans depend on it.
   """
 
   nodes: int = 2
@@ -49,6 +52,7 @@ class ClusterConfig:
   prefetch_layers: int = 1
   memory_bytes: float = 0.0
   memory_bytes_per_s: float = 3.35e12
+  wire_row_bytes: int = 1
 
   def __post_init__(self) -> None:
     check_types(self)
@@ -61,6 +65,11 @@ class ClusterConfig:
         getattr(self, name),
         'must be a power of two, since groups are aligned power-of-two blocks of ranks',
       )
+    require(
+      is_power_of_two(self.wire_row_bytes) and self.wire_row_bytes <= MOST_ROW_BYTES,
+      'ClusterConfig.wire_row_bytes', self.wire_row_bytes,
+      f'must be a power of two up to {MOST_ROW_BYTES}: 512 for TPUs, 1 elsewhere',
+    )  # fmt: skip
     require(
       self.domain_ranks <= MAX_DOMAIN_RANKS, 'ClusterConfig.nodes', self.nodes,
       f'{self.nodes} nodes x {self.ranks_per_node} ranks are more than the {MAX_DOMAIN_RANKS} ranks that one '

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from repack_jax.checks import check_choice, check_min, check_types, require
+from repack_jax.kinds import FullAttention, LayerKind, SlidingWindowAttention
+from repack_jax.plan.wire import Wire
 
 FULL, SPARSE = 'F', 'S'
 LAYER_SCOPES = {FULL: 'full_layer', SPARSE: 'sparse_layer'}  # in profiles and compiled programs
@@ -100,9 +102,14 @@ class ModelConfig:
   def has_experts(self, layer: int) -> bool:
     return self.num_experts > 0 and layer >= self.dense_layers
 
+  def kind(self, letter: str) -> LayerKind:
+    return {
+      'F': FullAttention(self.rope_theta),
+      'S': SlidingWindowAttention(self.rope_theta, self.window_tokens),
+    }[letter]
+
   @property
-  def sp_degrees(self) -> tuple[int, ...]:
-    """SP degrees that the head counts allow: each rank gets whole query heads and whole key/value heads."""
-    heads, kv = self.num_heads, self.num_kv_heads
-    powers = [1 << i for i in range(heads.bit_length())]
-    return tuple(p for p in powers if heads % p == 0 and (kv % p == 0 or p % kv == 0))
+  def wire(self) -> Wire:
+    """Returns what the exchanges of every layer carry."""
+    kind = self.kind(self.pattern[0])
+    return kind.wire(self.num_heads, self.num_kv_heads, self.head_dim, self.compute_dtype)

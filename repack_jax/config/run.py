@@ -8,11 +8,13 @@ Loading them from gin files is in `gin_files.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from repack_jax.checks import check_choice, check_min, check_types, is_power_of_two, require
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.config.model import ModelConfig
+from repack_jax.plan.wire import Wire
 
 MODES = ('static', 'parents', 'repack', 'solve')
 
@@ -90,6 +92,10 @@ class PlannerConfig:
       'PlannerConfig.static_sp_degree', self.static_sp_degree, 'must be 0 or a power of two',
     )  # fmt: skip
 
+  def smallest_degree(self, degrees: Sequence[int], longest_tokens: int) -> int:
+    """Returns the smallest of these SP degrees, which ascend, whose group holds the longest sample."""
+    return next(p for p in degrees if p * self.capacity_tokens >= longest_tokens)
+
 
 @dataclass(frozen=True)
 class SimulatorConfig:
@@ -150,7 +156,7 @@ class TrainConfig:
     seed: of the initial weights.
     checkpoint_every: steps between checkpoints; 0 keeps only the one written at the end.
     keep_checkpoints: how many of the latest are kept.
-    draw_every_steps: a page with the plan of every so manieth step goes to the workdir; 0 draws none.
+    draw_every_steps: steps between pages with a plan, which go to the workdir; 0 draws none.
     exchange: `ragged` (one native ragged all-to-all; TPU and GPU), `dense` (padded all-to-all; runs
       everywhere) or `auto` (ragged where the backend has it).
     attention: `pallas_tpu`, `cudnn` (bfloat16 on GPU), `blockwise` (portable), `reference` (dense mask, for
@@ -180,10 +186,9 @@ class TrainConfig:
     check_min(self, 0, 'seed', 'checkpoint_every', 'draw_every_steps')
 
 
-def allowed_sp_degrees(cluster: ClusterConfig, model: ModelConfig, planner: PlannerConfig) -> tuple[int, ...]:
-  """SP degrees that heads, mesh and planner all allow, ascending; 1 is always among them."""
-  widest = min(cluster.domain_ranks, planner.max_sp_degree)
-  return tuple(p for p in model.sp_degrees if p <= widest)
+def allowed_sp_degrees(cluster: ClusterConfig, wire: Wire, planner: PlannerConfig) -> tuple[int, ...]:
+  """Returns the SP degrees that heads, mesh and planner all allow, ascending; 1 is always among them."""
+  return wire.degrees(min(cluster.domain_ranks, planner.max_sp_degree))
 
 
 @dataclass(frozen=True)
@@ -200,7 +205,7 @@ class RunConfig:
 
   def __post_init__(self) -> None:
     cluster, model, data, planner = self.cluster, self.model, self.data, self.planner
-    degrees = allowed_sp_degrees(cluster, model, planner)
+    degrees = self.sp_degrees
     widest_possible = min(cluster.domain_ranks, planner.max_sp_degree)
     require(
       widest_possible == 1 or len(degrees) > 1, 'ModelConfig.num_heads', model.num_heads,
@@ -223,6 +228,12 @@ class RunConfig:
         f'must be one of {degrees} and hold max_document_tokens = {data.max_document_tokens} '
         f'at {planner.capacity_tokens} tokens a rank',
       )  # fmt: skip
+    row = model.wire.row_tokens(degrees[-1], cluster.wire_row_bytes)
+    require(
+      planner.capacity_tokens % row == 0, 'PlannerConfig.capacity_tokens', planner.capacity_tokens,
+      f'must be a multiple of {row}, so that what a rank sends fills rows of ClusterConfig.wire_row_bytes = '
+      f'{cluster.wire_row_bytes}',
+    )  # fmt: skip
     if model.num_experts and model.expert_placement == 'spread':
       require(
         model.num_experts % cluster.ranks_per_node == 0, 'ModelConfig.num_experts', model.num_experts,
@@ -233,6 +244,20 @@ class RunConfig:
       model.vocab_size >= 256, 'ModelConfig.vocab_size', model.vocab_size,
       'documents are tokenized into bytes, which needs at least 256 entries',
     )  # fmt: skip
+
+  @property
+  def sp_degrees(self) -> tuple[int, ...]:
+    """Returns the SP degrees that heads, mesh and planner all allow, ascending."""
+    return allowed_sp_degrees(self.cluster, self.model.wire, self.planner)
+
+  @property
+  def batch_planner(self) -> PlannerConfig:
+    """Returns the planner's config with the degree of mode `static` filled in, one for the whole run."""
+    planner = self.planner
+    degree = planner.static_sp_degree or planner.smallest_degree(
+      self.sp_degrees, self.data.max_document_tokens
+    )
+    return dataclasses.replace(planner, static_sp_degree=degree)
 
   def sections(self) -> tuple[object, ...]:
     """The configs in the order of the fields."""

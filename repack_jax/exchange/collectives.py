@@ -5,8 +5,9 @@ Each does the head exchange and the change of layout in one variable-size all-to
 run the same program and a plan never recompiles it.
 
 Axis legend: T capacity (token slots of a rank), H query heads, K key/value heads, D head width, P ranks of
-a group (its SP degree), S ranks that the scope spans, h = H/P, k = max(1, K/P), c heads that a token sends
-to one peer (h + 2k in dispatch, h in combine), W elements of a row on the wire.
+a group (its SP degree), S ranks that the exchange spans, h = H/P, k = max(1, K/P), c heads that a token sends
+to one peer (in dispatch those of all operands, h + 2k of queries, keys and values; h in combine), W elements
+of a row on the wire.
 
 Two forms of the same data travel between the sites, both flat rows `[rows, W]` of a static size:
 
@@ -22,22 +23,26 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from repack_jax.checks import ConfigError
 from repack_jax.plan.arrays import Route
-from repack_jax.predict.cost_model import PADDED_ROW_BYTES
+from repack_jax.plan.plan import PlanError, Program
+from repack_jax.plan.wire import Wire
+
+HeadsOf = Callable[[int], int]  # SP degree -> heads that a token sends to, or gets from, a peer
 
 log = logging.getLogger(__name__)
 
 
-def choose_implementation(name: str, platform: str) -> str:
+def choose_exchange(name: str, platform: str) -> str:
   """`ragged` or `dense`: an explicit choice stands; `auto` takes ragged where the platform has it.
 
   Raises:
@@ -55,87 +60,105 @@ def choose_implementation(name: str, platform: str) -> str:
 
 @dataclass(frozen=True)
 class Exchange:
-  """The static half of an exchange: shapes and mesh axes. Hashable; one a compiled scope.
+  """The static half of an exchange: shapes and mesh axes. Hashable; one a compiled layout.
 
   Attributes:
-    axes: mesh axes that the scope spans.
-    scope_ranks: S, ranks along them.
+    axes: mesh axes that it spans, major to minor.
+    span: S, ranks along them.
     degrees: SP degrees that the program knows: 1, 2, 4, ... ascending.
     capacity_tokens: T.
-    num_heads, num_kv_heads, head_dim: H, K, D.
-    row_tokens: ranks hold multiples of so many slots of their group's stream (`cost.row_tokens`).
-    row_width: W; what `row_tokens` tokens send to a peer is a whole number of rows, for every degree.
+    wire: what it carries.
+    row_tokens: ranks hold multiples of so many slots of their group's stream (`Plan.row_tokens`).
     implementation: `ragged` or `dense`.
   """
 
   axes: tuple[str, ...]
-  scope_ranks: int
+  span: int
   degrees: tuple[int, ...]
   capacity_tokens: int
-  num_heads: int
-  num_kv_heads: int
-  head_dim: int
+  wire: Wire
   row_tokens: int
-  row_width: int
   implementation: str
+
+  @classmethod
+  def of_program(
+    cls,
+    program: Program,
+    layout: str,
+    wire: Wire,
+    axes: Sequence[str],
+    axis_sizes: Mapping[str, int],
+    implementation: str,
+  ) -> Exchange:
+    """Returns the exchange of a layout in a program.
+
+    Args:
+      axes: mesh axes of a domain, major to minor; ranks are numbered along them.
+      axis_sizes: ranks along each.
+
+    Raises:
+      PlanError: where no minor axes hold just the ranks that the program's exchanges span.
+    """
+    spanned = spanned_axes(program.span(layout), axes, axis_sizes)
+    return cls(
+      axes=spanned,
+      span=program.span(layout),
+      degrees=program.degrees(layout),
+      capacity_tokens=program.capacity_tokens,
+      wire=wire,
+      row_tokens=program.row_tokens,
+      implementation=implementation,
+    )
 
   @property
   def axis_name(self) -> str | tuple[str, ...]:
-    """The axes as JAX's collectives take them."""
+    """Returns the axes as JAX's collectives take them."""
     return self.axes if len(self.axes) > 1 else self.axes[0]
 
-  def heads(self, degree: int) -> tuple[int, int]:
-    """(h, k): query and key/value heads of a rank in a group of `degree`."""
-    return self.num_heads // degree, max(1, self.num_kv_heads // degree)
+  @functools.cached_property
+  def row_width(self) -> int:
+    """Returns W; what `row_tokens` tokens send to a peer is a whole number of rows, for every degree."""
+    return self.wire.row_elements(self.degrees, self.row_tokens)
 
-  def dispatch_heads(self, degree: int) -> int:
-    h, k = self.heads(degree)
-    return h + 2 * k
+  def rows(self, heads_of: HeadsOf, degree: int) -> int:
+    """Returns rows of the slots or stream form of one degree; the buffers are as large as the largest."""
+    return degree * self.capacity_tokens * heads_of(degree) * self.wire.head_dim // self.row_width
 
-  def combine_heads(self, degree: int) -> int:
-    return self.heads(degree)[0]
-
-  def rows(self, heads_of: Callable[[int], int], degree: int) -> int:
-    """Rows of the slots or stream form of one degree; the buffers are as large as the largest."""
-    return degree * self.capacity_tokens * heads_of(degree) * self.head_dim // self.row_width
-
-  def buffer_shape(self, heads_of: Callable[[int], int]) -> tuple[int, int]:
+  def buffer_shape(self, heads_of: HeadsOf) -> tuple[int, int]:
+    """Returns [rows, W] of the buffer of a site, `heads_of` being the wire's `dispatch_heads` or `combine_heads`."""
     return max(self.rows(heads_of, p) for p in self.degrees), self.row_width
 
-  @property
-  def widest(self) -> int:
-    return self.degrees[-1]
 
+def spanned_axes(span: int, axes: Sequence[str], axis_sizes: Mapping[str, int]) -> tuple[str, ...]:
+  """Returns the minor ones of a domain's axes that hold `span` ranks together, as few as do.
 
-def row_width(
-  degrees: tuple[int, ...],
-  num_heads: int,
-  num_kv_heads: int,
-  head_dim: int,
-  dtype: jnp.dtype,
-  row_tokens: int = 1,
-) -> int:
-  """W: as many elements as fill a row of 512 bytes and divide what `row_tokens` tokens send to a peer."""
-  counts = [num_heads // p for p in degrees]
-  counts += [num_heads // p + 2 * max(1, num_kv_heads // p) for p in degrees]
-  common = math.gcd(*counts) * head_dim * row_tokens
-  fitting = max(head_dim, PADDED_ROW_BYTES // jnp.dtype(dtype).itemsize)
-  return max(w for w in range(1, fitting + 1) if common % w == 0)
+  Raises:
+    PlanError: where none do: the plan was made for nodes or domains of another size.
+  """
+  for count in range(1, len(axes) + 1):
+    minor = tuple(axes[-count:])
+    if math.prod(axis_sizes[axis] for axis in minor) == span:
+      return minor
+  shape = ' x '.join(f'{axis} {axis_sizes[axis]}' for axis in axes)
+  raise PlanError(
+    f'exchanges of this plan span {span} ranks, but no minor axes of the mesh ({shape}) hold that many: plan '
+    "with the mesh's own numbers of nodes and of ranks a node"
+  )
 
 
 # --- dispatch and combine -------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch(ex: Exchange, q: jax.Array, k: jax.Array, v: jax.Array, route: Route) -> jax.Array:
+def dispatch(ex: Exchange, operands: tuple[jax.Array, ...], route: Route) -> jax.Array:
   """Sends each rank of the group its heads of every token: q [T, H, D], k and v [T, K, D] -> stream rows.
 
-  The result is the stream form with c = h + 2k; `split_heads` gives its q, k and v. Where P > K each
-  key/value head goes to P / K ranks, and its gradient is the sum over them.
+  The result is the stream form with all operands' heads side by side; `split_heads` gives them apart. Where
+  P > K each key/value head goes to P / K ranks, and its gradient is the sum over them.
   """
-  t, d = ex.capacity_tokens, ex.head_dim
-  chex.assert_shape(q, (t, ex.num_heads, d))
-  chex.assert_shape([k, v], (t, ex.num_kv_heads, d))
+  t, d = ex.capacity_tokens, ex.wire.head_dim
+  for x, heads in zip(operands, ex.wire.operand_heads, strict=True):
+    chex.assert_shape(x, (t, heads, d))
 
   def slots(degree: int) -> jax.Array:
     def by_peer(x: jax.Array) -> jax.Array:
@@ -144,37 +167,34 @@ def dispatch(ex: Exchange, q: jax.Array, k: jax.Array, v: jax.Array, route: Rout
         x = jnp.repeat(x, degree // heads, axis=1)
       return x.reshape(t, degree, -1, d)
 
-    return jnp.concatenate([by_peer(q), by_peer(k), by_peer(v)], axis=2).swapaxes(0, 1)
+    return jnp.concatenate([by_peer(x) for x in operands], axis=2).swapaxes(0, 1)
 
-  return to_stream(ex, ex.dispatch_heads, _by_degree(ex, ex.dispatch_heads, route, slots), route)
+  heads_of = ex.wire.dispatch_heads
+  return to_stream(ex, heads_of, _by_degree(ex, heads_of, route, slots), route)
 
 
-def _dispatch_fwd(ex, q, k, v, route):
-  return dispatch(ex, q, k, v, route), route
+def _dispatch_fwd(ex, operands, route):
+  return dispatch(ex, operands, route), route
 
 
 def _dispatch_bwd(ex, route, grad_rows):
-  t, d = ex.capacity_tokens, ex.head_dim
-  rows = to_slots(ex, ex.dispatch_heads, grad_rows, route)
+  t, d = ex.capacity_tokens, ex.wire.head_dim
+  rows = to_slots(ex, ex.wire.dispatch_heads, grad_rows, route)
 
   def gradients(degree: int) -> tuple[jax.Array, ...]:
-    h, k = ex.heads(degree)
-    slots = _view(ex, ex.dispatch_heads, rows, degree).reshape(degree, t, h + 2 * k, d).swapaxes(0, 1)
-    parts = jnp.split(slots, (h, h + k), axis=2)
+    heads = ex.wire.rank_heads(degree)
+    slots = _view(ex, ex.wire.dispatch_heads, rows, degree).reshape(degree, t, sum(heads), d).swapaxes(0, 1)
+    parts = jnp.split(slots, np.cumsum(heads)[:-1], axis=2)
 
     def whole(x: jax.Array, heads: int) -> jax.Array:
       copies = max(1, degree // heads)  # of each key/value head, side by side
       return x.reshape(t, heads, copies, d).sum(axis=2)
 
-    grads = (
-      whole(parts[0], ex.num_heads),
-      whole(parts[1], ex.num_kv_heads),
-      whole(parts[2], ex.num_kv_heads),
-    )
+    grads = (whole(part, n) for part, n in zip(parts, ex.wire.operand_heads, strict=True))
     return tuple(_owned(ex, grad, route) for grad in grads)
 
   branches = [functools.partial(gradients, p) for p in ex.degrees]
-  return (*lax.switch(route.log2_size, branches), None)
+  return lax.switch(route.log2_size, branches), None
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -183,13 +203,15 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine(ex: Exchange, rows: jax.Array, route: Route) -> jax.Array:
   """Sends each token's owner its heads: the stream form with c = h -> [T, H, D], zero in padding."""
-  t, d = ex.capacity_tokens, ex.head_dim
-  chex.assert_shape(rows, ex.buffer_shape(ex.combine_heads))
-  received = to_slots(ex, ex.combine_heads, rows, route)
+  t, d = ex.capacity_tokens, ex.wire.head_dim
+  chex.assert_shape(rows, ex.buffer_shape(ex.wire.combine_heads))
+  received = to_slots(ex, ex.wire.combine_heads, rows, route)
 
   def whole(degree: int) -> jax.Array:
-    slots = _view(ex, ex.combine_heads, received, degree).reshape(degree, t, ex.num_heads // degree, d)
-    return slots.swapaxes(0, 1).reshape(t, ex.num_heads, d)
+    slots = _view(ex, ex.wire.combine_heads, received, degree).reshape(
+      degree, t, ex.wire.result_heads // degree, d
+    )
+    return slots.swapaxes(0, 1).reshape(t, ex.wire.result_heads, d)
 
   out = lax.switch(route.log2_size, [functools.partial(whole, p) for p in ex.degrees])
   return _owned(ex, out, route)
@@ -200,38 +222,39 @@ def _combine_fwd(ex, rows, route):
 
 
 def _combine_bwd(ex, route, grad):
-  t, d = ex.capacity_tokens, ex.head_dim
+  t, d = ex.capacity_tokens, ex.wire.head_dim
 
   def slots(degree: int) -> jax.Array:
-    return grad.reshape(t, degree, ex.num_heads // degree, d).swapaxes(0, 1)
+    return grad.reshape(t, degree, ex.wire.result_heads // degree, d).swapaxes(0, 1)
 
-  return to_stream(ex, ex.combine_heads, _by_degree(ex, ex.combine_heads, route, slots), route), None
+  return to_stream(
+    ex, ex.wire.combine_heads, _by_degree(ex, ex.wire.combine_heads, route, slots), route
+  ), None
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)
 
 
-def split_heads(ex: Exchange, rows: jax.Array, degree: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """The q [P*T, h, D], k and v [P*T, k, D] in dispatched rows, for a rank of this SP degree."""
-  h, k = ex.heads(degree)
-  heads = _view(ex, ex.dispatch_heads, rows, degree).reshape(
-    degree * ex.capacity_tokens, h + 2 * k, ex.head_dim
-  )
-  return heads[:, :h], heads[:, h : h + k], heads[:, h + k :]
+def split_heads(ex: Exchange, rows: jax.Array, degree: int) -> list[jax.Array]:
+  """Returns the operands in dispatched rows, [P*T, heads, D] each, for a rank of this SP degree."""
+  of_rank = ex.wire.rank_heads(degree)
+  tokens = degree * ex.capacity_tokens
+  heads = _view(ex, ex.wire.dispatch_heads, rows, degree).reshape(tokens, sum(of_rank), ex.wire.head_dim)
+  return jnp.split(heads, np.cumsum(of_rank)[:-1], axis=1)
 
 
-def join_rows(ex: Exchange, heads_of: Callable[[int], int], x: jax.Array) -> jax.Array:
+def join_rows(ex: Exchange, heads_of: HeadsOf, x: jax.Array) -> jax.Array:
   """The inverse of a view: [P*T, c, D] (or slots) as rows of the static buffer size, zeros behind."""
   rows, width = ex.buffer_shape(heads_of)
   x = x.reshape(-1, width)
   return jnp.pad(x, ((0, rows - x.shape[0]), (0, 0)))
 
 
-def _view(ex: Exchange, heads_of: Callable[[int], int], rows: jax.Array, degree: int) -> jax.Array:
+def _view(ex: Exchange, heads_of: HeadsOf, rows: jax.Array, degree: int) -> jax.Array:
   return rows[: ex.rows(heads_of, degree)]
 
 
-def _by_degree(ex: Exchange, heads_of: Callable[[int], int], route: Route, make: Callable) -> jax.Array:
+def _by_degree(ex: Exchange, heads_of: HeadsOf, route: Route, make: Callable) -> jax.Array:
   """Rows of the form that `make(degree)` gives for the rank's own degree."""
   branches = [lambda p=p: join_rows(ex, heads_of, make(p)) for p in ex.degrees]
   return lax.switch(route.log2_size, branches)
@@ -246,34 +269,34 @@ def _owned(ex: Exchange, x: jax.Array, route: Route) -> jax.Array:
 # --- the move between slots and stream ------------------------------------------------------------------
 
 
-def to_stream(ex: Exchange, heads_of: Callable[[int], int], rows: jax.Array, route: Route) -> jax.Array:
+def to_stream(ex: Exchange, heads_of: HeadsOf, rows: jax.Array, route: Route) -> jax.Array:
   """Slots -> stream: block j of `rows` goes to the group's rank j, behind the tokens of ranks before."""
   return _move(ex, heads_of, rows, route, stream=True)
 
 
-def to_slots(ex: Exchange, heads_of: Callable[[int], int], rows: jax.Array, route: Route) -> jax.Array:
+def to_slots(ex: Exchange, heads_of: HeadsOf, rows: jax.Array, route: Route) -> jax.Array:
   """Stream -> slots: each token's row goes back to the rank that owns it. The inverse of `to_stream`."""
   return _move(ex, heads_of, rows, route, stream=False)
 
 
 def _move(ex, heads_of, rows, route, stream):
-  if ex.scope_ranks == 1:
+  if ex.span == 1:
     return rows
   move = _ragged_move if ex.implementation == 'ragged' else _dense_move
   return move(ex, heads_of, rows, route, stream)
 
 
 def ragged_offsets(
-  ex: Exchange, heads_of: Callable[[int], int], route: Route, stream: bool
+  ex: Exchange, heads_of: HeadsOf, route: Route, stream: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Operands of the ragged all-to-all in rows, int32 [S] each, for every rank of the scope.
+  """Operands of the ragged all-to-all in rows, int32 [S] each, for every rank of the span.
 
   Returns `(input_offsets, send_sizes, output_offsets, recv_sizes)`; output_offsets are positions on the
   *receiver*. Ranks outside the group get zero rows.
   """
-  rows = [ex.row_tokens * heads_of(p) * ex.head_dim // ex.row_width for p in ex.degrees]
+  rows = [ex.row_tokens * heads_of(p) * ex.wire.head_dim // ex.row_width for p in ex.degrees]
   unit = jnp.array(rows, jnp.int32)[route.log2_size]  # rows that `row_tokens` slots make
-  place = jnp.arange(ex.scope_ranks, dtype=jnp.int32) - route.first
+  place = jnp.arange(ex.span, dtype=jnp.int32) - route.first
   inside = (place >= 0) & (place < jnp.left_shift(1, route.log2_size))
   place = jnp.where(inside, place, 0)
   held = route.counts // ex.row_tokens
@@ -332,7 +355,7 @@ def _dense_move(ex, heads_of, rows, route, stream):
 
   received = [rows]
   for degree in ex.degrees[1:]:
-    groups = [list(range(i, i + degree)) for i in range(0, ex.scope_ranks, degree)]
+    groups = [list(range(i, i + degree)) for i in range(0, ex.span, degree)]
     received.append(
       lax.all_to_all(to_wire(degree), ex.axis_name, split_axis=0, concat_axis=0, axis_index_groups=groups)
     )

@@ -19,55 +19,55 @@ def _heads_of(index: int, size: int, num_heads: int) -> slice:
   return slice(head, head + 1)
 
 
-def _heads_to_peers(plan: Plan, kind: str, tensors: list[np.ndarray]) -> list[np.ndarray]:
+def _heads_to_peers(plan: Plan, layout: str, tensors: list[np.ndarray]) -> list[np.ndarray]:
   """From each rank's [T, heads, D] to each rank's own heads of all its group's tokens, in stream order."""
   received = []
-  layout = plan.layout(kind)
+  placement = plan.placement(layout)
   for rank in range(plan.num_ranks):
-    first, size = int(layout.first_rank[rank]), int(layout.size[rank])
+    first, size = int(placement.first_rank[rank]), int(placement.size[rank])
     heads = _heads_of(rank - first, size, tensors[0].shape[1])
     received.append(np.concatenate([tensors[peer][:, heads] for peer in range(first, first + size)]))
   return received
 
 
 def dispatch(
-  plan: Plan, kind: str, q: list[np.ndarray], k: list[np.ndarray], v: list[np.ndarray]
+  plan: Plan, layout: str, q: list[np.ndarray], k: list[np.ndarray], v: list[np.ndarray]
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
   """Tokens to heads: from each rank's q [T, H, D], k and v [T, K, D] to each rank's slices of the group.
 
   Returns for each rank (q [T_group, H/P, D], k, v [T_group, max(1, K/P), D]), tokens in stream order.
   """
-  parts = (_heads_to_peers(plan, kind, tensors) for tensors in (q, k, v))
+  parts = (_heads_to_peers(plan, layout, tensors) for tensors in (q, k, v))
   return list(zip(*parts, strict=True))
 
 
-def combine(plan: Plan, kind: str, out: list[np.ndarray]) -> list[np.ndarray]:
+def combine(plan: Plan, layout: str, out: list[np.ndarray]) -> list[np.ndarray]:
   """Heads to tokens: from each rank's [T_group, H/P, D] to each rank's [T, H, D]."""
   received = []
-  layout = plan.layout(kind)
+  placement = plan.placement(layout)
   for rank in range(plan.num_ranks):
-    first, size = int(layout.first_rank[rank]), int(layout.size[rank])
-    start = int(layout.stream_start[rank])
-    mine = slice(start, start + int(layout.slots[rank]))
+    first, size = int(placement.first_rank[rank]), int(placement.size[rank])
+    start = int(placement.stream_start[rank])
+    mine = slice(start, start + int(placement.slots[rank]))
     received.append(np.concatenate([out[peer][mine] for peer in range(first, first + size)], axis=1))
   return received
 
 
-def combine_gradient(plan: Plan, kind: str, grads: list[np.ndarray]) -> list[np.ndarray]:
+def combine_gradient(plan: Plan, layout: str, grads: list[np.ndarray]) -> list[np.ndarray]:
   """Gradient of `combine`: from each rank's [T, H, D] to each rank's [T_group, H/P, D]."""
-  return _heads_to_peers(plan, kind, grads)
+  return _heads_to_peers(plan, layout, grads)
 
 
 def dispatch_gradient(
-  plan: Plan, kind: str, grads: list[tuple[np.ndarray, np.ndarray, np.ndarray]], num_kv_heads: int
+  plan: Plan, layout: str, grads: list[tuple[np.ndarray, np.ndarray, np.ndarray]], num_kv_heads: int
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
   """Gradient of `dispatch`: a key/value head that went to several ranks gets the sum of their gradients."""
-  num_heads = grads[0][0].shape[1] * int(plan.layout(kind).size[0])
+  num_heads = grads[0][0].shape[1] * int(plan.placement(layout).size[0])
   received = []
-  layout = plan.layout(kind)
+  placement = plan.placement(layout)
   for rank in range(plan.num_ranks):
-    first, size = int(layout.first_rank[rank]), int(layout.size[rank])
-    start, tokens = int(layout.stream_start[rank]), int(layout.slots[rank])
+    first, size = int(placement.first_rank[rank]), int(placement.size[rank])
+    start, tokens = int(placement.stream_start[rank]), int(placement.slots[rank])
     sums = []
     for part, total_heads in enumerate((num_heads, num_kv_heads, num_kv_heads)):
       sample = grads[rank][part]
@@ -79,19 +79,21 @@ def dispatch_gradient(
   return received
 
 
-def sent_elements(plan: Plan, kind: str, num_heads: int, num_kv_heads: int) -> tuple[np.ndarray, np.ndarray]:
+def sent_elements(
+  plan: Plan, layout: str, num_heads: int, num_kv_heads: int
+) -> tuple[np.ndarray, np.ndarray]:
   """Head-rows (of D elements) that rank i sends to rank j, int64 [ranks, ranks]: (dispatch, combine).
 
   The diagonal holds what a rank keeps. Counted slice by slice from what `dispatch` and `combine` move.
   """
   shape = (plan.num_ranks, plan.num_ranks)
   to_heads, to_tokens = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-  layout = plan.layout(kind)
+  placement = plan.placement(layout)
   for source in range(plan.num_ranks):
-    first, size = int(layout.first_rank[source]), int(layout.size[source])
+    first, size = int(placement.first_rank[source]), int(placement.size[source])
     for peer in range(first, first + size):
       slices = [_heads_of(peer - first, size, n) for n in (num_heads, num_kv_heads, num_kv_heads)]
       heads = [s.stop - s.start for s in slices]
-      to_heads[source, peer] = layout.slots[source] * sum(heads)
-      to_tokens[peer, source] = layout.slots[source] * heads[0]
+      to_heads[source, peer] = placement.slots[source] * sum(heads)
+      to_tokens[peer, source] = placement.slots[source] * heads[0]
   return to_heads, to_tokens

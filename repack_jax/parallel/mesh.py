@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 from collections.abc import Sequence
@@ -16,9 +15,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from repack_jax.checks import ConfigError
-from repack_jax.config import ClusterConfig, RunConfig
+from repack_jax.config.cluster import ClusterConfig
 from repack_jax.parallel.xla_flags import with_gpu_flags
-from repack_jax.plan.plan import LOCAL
 
 DATA, NODE, LOCAL_AXIS = 'data', 'node', 'local'
 DOMAIN_AXES = (NODE, LOCAL_AXIS)
@@ -26,11 +24,6 @@ ALL_AXES = (DATA, NODE, LOCAL_AXIS)
 TILE_ROWS = 8  # of a TPU's tiles; shards of fewer are padded to it
 RANK_BLOCKS = PartitionSpec(ALL_AXES)
 REPLICATED = PartitionSpec()
-
-
-def scope_axes(scope: str) -> tuple[str, ...]:
-  """The mesh axes that an exchange scope spans."""
-  return (LOCAL_AXIS,) if scope == LOCAL else DOMAIN_AXES
 
 
 def start_devices(cluster: ClusterConfig) -> None:
@@ -115,12 +108,6 @@ def neighbour_order(places: Sequence[tuple[int, ...]], block: int) -> list[int]:
   box = np.array(min(boxes, key=lambda box: (sum(box[:-1]), max(box[:-1]), [-n for n in box])))
   keys = np.concatenate([grid // box, grid % box], axis=1)
   return [int(i) for i in np.lexsort(keys.T[::-1])]
-
-
-def with_platform(run: RunConfig, mesh: Mesh) -> RunConfig:
-  """The run with the mesh's platform in its cluster: plans follow what that asks for (`cost.row_tokens`)."""
-  platform = mesh.devices.flat[0].platform
-  return dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, platform=platform))
 
 
 def domain_size(mesh: Mesh) -> int:

@@ -1,4 +1,4 @@
-"""Sharded parameters: how they are gathered for a layer, and how their gradients come back.
+"""Sharded parameters: where each lies, how it is gathered for a layer, and how its gradient comes back.
 
 Master weights are float32, sharded over the domain; a layer's weights exist whole only while it runs.
 """
@@ -6,34 +6,70 @@ Master weights are float32, sharded over the domain; a layer's weights exist who
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
-from repack_jax.parallel.mesh import ALL_AXES, NODE
-
-FLOAT32_NAMES = ('scale', 'router')  # small, and used in float32
-EXPERT_NAMES = ('expert_gate', 'expert_up', 'expert_down')  # first dimension: experts
+from repack_jax.config.weights import Weight
+from repack_jax.parallel.mesh import ALL_AXES, NODE, parameter_spec
 
 Tree = Any
 
 
-def leaf_name(path: tuple) -> str:
-  """The attribute name of a parameter, from its path in a tree."""
-  names = [str(getattr(key, 'key', getattr(key, 'name', ''))) for key in path]
-  return next((name for name in reversed(names) if name not in ('', 'value')), '')
+@dataclass(frozen=True)
+class Sharded:
+  """Where a parameter lies: a leaf of a tree like the parameters' own.
+
+  Attributes:
+    weight: what it is.
+    stacked: leading axes along which the weights of alike layers are stacked.
+    spec: its sharding, leading axes included.
+  """
+
+  weight: Weight
+  stacked: int
+  spec: PartitionSpec
+
+  @property
+  def of_layer(self) -> Sharded:
+    """Returns the same for one layer of a stack."""
+    return Sharded(self.weight, 0, PartitionSpec(*self.spec[self.stacked :]))
+
+  def gathered(self) -> tuple[int, tuple[str, ...]] | None:
+    """Returns the dimension to gather and its axes. Spread experts, sharded over `local` alone, stay so."""
+    for dimension, entry in enumerate(self.spec):
+      axes = (entry,) if isinstance(entry, str) else entry
+      if axes and NODE in axes:
+        return dimension, axes
+    return None
 
 
-def _gathered_dimension(spec: PartitionSpec) -> tuple[int, tuple[str, ...]] | None:
-  """The dimension to gather and its axes. The expert dimension, sharded over `local` alone, stays so."""
-  for dimension, entry in enumerate(spec):
-    axes = (entry,) if isinstance(entry, str) else entry
-    if axes and NODE in axes:
-      return dimension, axes
-  return None
+def shard(weights: Tree, shapes: Tree, expert_ranks: int, mesh: Mesh) -> Tree:
+  """Returns a `Sharded` for each parameter; stacked ones are sharded along a layer's own dimensions.
+
+  Args:
+    weights: a `Weight` for each parameter.
+    shapes: the parameters' shapes, with leading axes where they are stacked.
+    expert_ranks: ranks that experts are spread over.
+  """
+
+  def place(weight: Weight, leaf: jax.ShapeDtypeStruct) -> Sharded:
+    stacked = len(leaf.shape) - len(weight.shape)
+    assert leaf.shape[stacked:] == weight.shape, 'a parameter is not of the shape that its table says'
+    spread = expert_ranks > 1 and weight.of_experts
+    spec = parameter_spec(weight.shape, 0 if spread else None, mesh)
+    return Sharded(weight, stacked, PartitionSpec(*(None,) * stacked, *spec))
+
+  return jax.tree.map(place, weights, shapes)
+
+
+def specs(placed: Tree) -> Tree:
+  """Returns the PartitionSpecs of a tree of `Sharded`."""
+  return jax.tree.map(lambda leaf: leaf.spec, placed)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
@@ -63,15 +99,19 @@ def _gather_bwd(dimension, axes, dtype, _, grad):
 _gather.defvjp(_gather_fwd, _gather_bwd)
 
 
-def gather_parameters(shards: Tree, specs: Tree, dtype: jnp.dtype) -> Tree:
-  """Whole parameters in the compute dtype from a rank's shards; spread experts keep their own only."""
+def gather_parameters(shards: Tree, placed: Tree, dtype: jnp.dtype) -> Tree:
+  """Returns whole parameters in the compute dtype from a rank's shards; spread experts keep their own only.
 
-  def gather(path: tuple, shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-    kind = jnp.dtype(jnp.float32) if leaf_name(path) in FLOAT32_NAMES else dtype
-    found = _gathered_dimension(spec)
+  Args:
+    placed: a `Sharded` for each, of one layer.
+  """
+
+  def gather(shard: jax.Array, where: Sharded) -> jax.Array:
+    kind = jnp.dtype(jnp.float32) if where.weight.is_float32 else dtype
+    found = where.gathered()
     return shard.astype(kind) if found is None else _gather(shard, *found, kind)
 
-  return jax.tree_util.tree_map_with_path(gather, shards, specs)
+  return jax.tree.map(gather, shards, placed)
 
 
 def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -84,15 +124,16 @@ def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
   return body is None or all(eqn.primitive.name != 'all_gather' for eqn in body.eqns)
 
 
-def reduce_gradients(grads: Tree, specs: Tree) -> Tree:
-  """Sums gradients over the mesh axes that still hold partial sums: the one place that reduces them.
+def reduce_gradients(grads: Tree, placed: Tree) -> Tree:
+  """Returns gradients summed over the mesh axes that still hold partial sums: the one place that reduces them.
 
   Gathered parameters were reduce-scattered over their own axes on the way back.
   """
 
-  def reduce(grad: jax.Array, spec: PartitionSpec) -> jax.Array:
-    mine = {axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)}
+  def reduce(grad: jax.Array, where: Sharded) -> jax.Array:
+    entries = ((entry,) if isinstance(entry, str) else entry for entry in where.spec if entry)
+    mine = {axis for axes in entries for axis in axes}
     rest = tuple(axis for axis in ALL_AXES if axis not in mine)
     return lax.psum(grad, rest)
 
-  return jax.tree.map(reduce, grads, specs)
+  return jax.tree.map(reduce, grads, placed)

@@ -1,8 +1,8 @@
 """Plan -> fixed-shape int32 arrays of a micro-batch, one block a rank: what the compiled step reads.
 
-A plan is data, not code: group sizes, counts and segments are inputs, so one program serves all plans of
-a capacity and scope. NumPy only. Axis legend: R ranks, T capacity (token slots of a rank), S ranks that an
-exchange scope spans, G slots of the widest group (its degree times T).
+A plan is data, not code: group sizes, counts and segments are inputs, so one program serves many plans. NumPy
+only. Axis legend: R ranks, T capacity (token slots of a rank), S ranks that an exchange spans, G slots of the
+widest group that the program knows (its degree times T).
 """
 
 from __future__ import annotations
@@ -12,19 +12,18 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from repack_jax.config import FULL, SPARSE
-from repack_jax.plan.plan import LOCAL, Plan
+from repack_jax.plan.plan import CHILDREN, PARENTS, Plan, Program
 
 PADDING_SEGMENT = -1
 NO_TARGET = -1
 
 
 class Route(NamedTuple):
-  """Who a rank exchanges with in one layer kind. int32, each with a leading axis of ranks.
+  """Who a rank exchanges with in one layout. int32, each with a leading axis of ranks.
 
   Attributes:
     log2_size [R]: log2 of the group's SP degree.
-    first [R]: the group's first rank, counted from the start of the exchange scope.
+    first [R]: the group's first rank, counted from the start of what the exchange spans.
     place [R]: the rank's place in its group.
     counts [R, S]: slots that the group's ranks hold, in order; 0 past the group's size.
     segments [R, G]: for each slot of the group's stream the sample it belongs to, -1 in padding (behind the
@@ -47,15 +46,19 @@ class PlanArrays(NamedTuple):
     positions [R, T]: of the token in its sample, 0 in padding.
     segments [R, T]: the sample that the token belongs to, -1 in padding. A rank's share of its child's stream
       comes first, then its solo samples.
-    full, sparse: the routes of the two layer kinds.
+    parents, children: the routes of the two layouts.
   """
 
   tokens: np.ndarray
   targets: np.ndarray
   positions: np.ndarray
   segments: np.ndarray
-  full: Route
-  sparse: Route
+  parents: Route
+  children: Route
+
+  def route(self, layout: str) -> Route:
+    """Returns the route of a layout."""
+    return self.parents if layout == PARENTS else self.children
 
 
 class HasTokens(Protocol):
@@ -67,40 +70,33 @@ class HasTokens(Protocol):
   def targets(self) -> np.ndarray: ...
 
 
-def scope_ranks(plan: Plan, kind: str) -> int:
-  return plan.ranks_per_node if plan.scope(kind) == LOCAL else plan.domain_ranks
-
-
-def route_arrays(plan: Plan, kind: str, widest_degree: int) -> Route:
-  """The routes of one layer kind for all ranks.
-
-  Args:
-    widest_degree: the largest SP degree that the compiled program knows in the kind's scope; G follows.
-  """
-  layout, scope = plan.layout(kind), scope_ranks(plan, kind)
-  counts = np.zeros((plan.num_ranks, scope), np.int32)
-  segments = np.full((plan.num_ranks, widest_degree * plan.capacity_tokens), PADDING_SEGMENT, np.int32)
-  for group in plan.groups(kind):
+def route_arrays(plan: Plan, layout: str, program: Program) -> Route:
+  """Returns the routes of one layout for all ranks."""
+  placement, span = plan.placement(layout), program.span(layout)
+  counts = np.zeros((plan.num_ranks, span), np.int32)
+  widest_slots = program.degrees(layout)[-1] * program.capacity_tokens
+  segments = np.full((plan.num_ranks, widest_slots), PADDING_SEGMENT, np.int32)
+  for group in plan.groups(layout):
     members = slice(group.first_rank, group.end_rank)
-    counts[members, : group.size] = layout.slots[members]
+    counts[members, : group.size] = placement.slots[members]
   for child in plan.children:
-    first = layout.first_rank[child.first_rank]
-    members = slice(first, first + layout.size[child.first_rank])
+    first = placement.first_rank[child.first_rank]
+    members = slice(first, first + placement.size[child.first_rank])
     stream = np.repeat(child.samples, [plan.lengths[s] for s in child.samples])
-    start = layout.stream_start[child.first_rank]
+    start = placement.stream_start[child.first_rank]
     segments[members, start : start + len(stream)] = stream
   ranks = np.arange(plan.num_ranks)
   return Route(
-    log2_size=np.log2(layout.size).astype(np.int32),
-    first=(layout.first_rank % scope).astype(np.int32),
-    place=(ranks - layout.first_rank).astype(np.int32),
+    log2_size=np.log2(placement.size).astype(np.int32),
+    first=(placement.first_rank % span).astype(np.int32),
+    place=(ranks - placement.first_rank).astype(np.int32),
     counts=counts,
     segments=segments,
   )
 
 
 def _streams(plan: Plan, batch: Sequence[HasTokens], numbers: Sequence[int]) -> list[np.ndarray]:
-  """Of these samples end to end: tokens, targets, positions and segments."""
+  """Returns the tokens, targets, positions and segments of these samples, end to end."""
   samples = [batch[plan.sample_ids[s]] for s in numbers]
   for number, sample in zip(numbers, samples, strict=True):
     if len(sample.tokens) != plan.lengths[number]:
@@ -117,17 +113,19 @@ def _streams(plan: Plan, batch: Sequence[HasTokens], numbers: Sequence[int]) -> 
   ]
 
 
-def pack(plan: Plan, batch: Sequence[HasTokens], widest_degree: dict[str, int]) -> PlanArrays:
+def pack(plan: Plan, batch: Sequence[HasTokens], program: Program) -> PlanArrays:
   """Packs the samples of a batch that the plan names into per-rank arrays.
 
   Args:
     batch: the samples of the whole batch; `plan.sample_ids` are positions in it.
-    widest_degree: for each layer kind the `widest_degree` of `route_arrays`.
+    program: what is to run them; it gives the arrays their shapes.
 
   Raises:
+    PlanError: where the program cannot run the plan.
     ValueError: where a sample's length is not the plan's.
   """
-  shape = (plan.num_ranks, plan.capacity_tokens)
+  program.check(plan)
+  shape = (plan.num_ranks, program.capacity_tokens)
   tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
   targets, segments = np.full(shape, NO_TARGET, np.int32), np.full(shape, PADDING_SEGMENT, np.int32)
   arrays = (tokens, targets, positions, segments)
@@ -142,5 +140,5 @@ def pack(plan: Plan, batch: Sequence[HasTokens], widest_degree: dict[str, int]) 
     begin, end = plan.shared_slots[group.first_rank], plan.rank_slots[group.first_rank]
     for array, stream in zip(arrays, _streams(plan, batch, group.samples), strict=True):
       array[group.first_rank, begin:end] = stream
-  routes = {kind: route_arrays(plan, kind, widest_degree[kind]) for kind in (FULL, SPARSE)}
-  return PlanArrays(tokens, targets, positions, segments, routes[FULL], routes[SPARSE])
+  routes = (route_arrays(plan, layout, program) for layout in (PARENTS, CHILDREN))
+  return PlanArrays(tokens, targets, positions, segments, *routes)

@@ -1,4 +1,4 @@
-"""The plan of one micro-batch: which ranks hold which samples, in each layer kind.
+"""The plan of one micro-batch: which ranks hold which samples, in each of its two layouts.
 
 Two rules give everything else in closed form:
 
@@ -24,26 +24,69 @@ from typing import NamedTuple
 
 import numpy as np
 
-from repack_jax.config import FULL, SPARSE
+from repack_jax.plan.wire import Wire
 
 # The two layouts of a plan: whose groups of ranks the exchanges of a layer span.
 PARENTS, CHILDREN = 'parents', 'children'
 LAYOUTS = (PARENTS, CHILDREN)
 
-LOCAL, DOMAIN = 'local', 'domain'
-
-
-class Program(NamedTuple):
-  """What of a plan is compiled in: plans that agree in it share one program. The rest of a plan is data."""
-
-  full_scope: str
-  sparse_scope: str
-  capacity_tokens: int
-  has_solo: bool
-
 
 class PlanError(ValueError):
   """A plan that breaks a rule; names the sample or group, and the rule."""
+
+
+class Program(NamedTuple):
+  """What of a plan is compiled in: plans that agree in it share one program. The rest of a plan is data.
+
+  Attributes:
+    parents_span, children_span: ranks that the exchanges of layers in each layout span, a node's or a domain's.
+    widest_degree: the widest SP degree that the program knows; it knows every power of two up to it.
+    capacity_tokens: token slots of a rank.
+    row_tokens: ranks hold multiples of so many slots of their group's stream (`Plan.row_tokens`).
+    has_solo: whether there is a core for solo samples.
+  """
+
+  parents_span: int
+  children_span: int
+  widest_degree: int
+  capacity_tokens: int
+  row_tokens: int
+  has_solo: bool
+
+  def span(self, layout: str) -> int:
+    """Returns the ranks that the exchanges of a layout span."""
+    return self.parents_span if layout == PARENTS else self.children_span
+
+  def degrees(self, layout: str) -> tuple[int, ...]:
+    """Returns the SP degrees that the program knows in a layout, 1, 2, 4, ... ascending."""
+    widest = min(self.widest_degree, self.span(layout))
+    return tuple(1 << i for i in range(widest.bit_length()))
+
+  def check(self, plan: Plan) -> None:
+    """Raises PlanError, with what to do, unless this program can run the plan.
+
+    A group wider than the program knows would not fail on the devices: an index into its branches is clamped
+    there, and the numbers would be wrong.
+    """
+    for layout in LAYOUTS:
+      widest, known = plan.widest(layout), self.degrees(layout)[-1]
+      if widest > known:
+        raise PlanError(
+          f'this plan has {layout} of SP{widest}; the program knows degrees up to SP{known} over '
+          f'{self.span(layout)} ranks. Make the program from this plan, or plan with max_sp_degree = {known}'
+        )
+    if plan.rank_slots.max(initial=0) > self.capacity_tokens:
+      raise PlanError(
+        f'this plan fills {plan.rank_slots.max()} slots of a rank; the program has {self.capacity_tokens}. '
+        'Make the program from this plan, or plan with that capacity'
+      )
+    if plan.row_tokens % self.row_tokens or self.capacity_tokens % self.row_tokens:
+      raise PlanError(
+        f'this plan has rows of {plan.row_tokens} tokens; the program sends rows of {self.row_tokens}. Plan '
+        'with the wire_row_bytes that the program was made with'
+      )
+    if plan.solo and not self.has_solo:
+      raise PlanError('this plan has solo samples; the program has no core for them: make one with has_solo')
 
 
 @dataclass(frozen=True, order=True)
@@ -70,8 +113,8 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Layout:
-  """For one layer kind: each rank's group. All arrays int64 of shape [num_ranks].
+class Placement:
+  """Each rank's group in one layout, and its place in it. All arrays int64 of shape [num_ranks].
 
   Attributes:
     first_rank, size: the group that the rank belongs to.
@@ -92,8 +135,8 @@ class Plan:
   Attributes:
     sample_ids: for each sample of this micro-batch, its position in the batch.
     lengths: tokens of each sample, in the order of sample_ids.
-    parents: groups that run full attention; they tile all ranks.
-    children: groups that hold the tokens and run sparse attention; they tile all ranks.
+    parents: groups that run the attention of layers in the parents' layout; they tile all ranks.
+    children: groups that hold the tokens, and run everything else; they tile all ranks.
     mode: the mode that made the plan.
     capacity_tokens: token slots of a rank.
     num_ranks, domain_ranks, ranks_per_node: the mesh that the plan is for.
@@ -155,29 +198,43 @@ class Plan:
     needed = -(-int(self.rank_slots.max()) // step_tokens) * step_tokens
     return dataclasses.replace(self, capacity_tokens=min(self.capacity_tokens, needed))
 
-  def groups(self, kind: str) -> tuple[Group, ...]:
-    """Parents for a full layer (`F`), children for a sparse one (`S`)."""
-    return self.parents if kind == FULL else self.children
+  def groups(self, layout: str) -> tuple[Group, ...]:
+    """Returns the groups of a layout."""
+    return self.parents if layout == PARENTS else self.children
 
-  def layout(self, kind: str) -> Layout:
+  def placement(self, layout: str) -> Placement:
+    """Returns each rank's group in a layout, and its place in it."""
     first, size = np.zeros(self.num_ranks, np.int64), np.ones(self.num_ranks, np.int64)
-    for group in self.groups(kind):
+    for group in self.groups(layout):
       first[group.first_rank : group.end_rank] = group.first_rank
       size[group.first_rank : group.end_rank] = group.size
     before = np.concatenate([[0], np.cumsum(self.shared_slots)])
     start = before[np.arange(self.num_ranks)] - before[first]
-    return Layout(first, size, self.shared_slots, start)
+    return Placement(first, size, self.shared_slots, start)
 
-  def scope(self, kind: str) -> str:
-    """What the exchanges of a layer kind span: `local` where every group lies inside a node."""
-    return LOCAL if self.widest(kind) <= self.ranks_per_node else DOMAIN
+  def widest(self, layout: str) -> int:
+    """Returns the SP degree of the widest group of a layout."""
+    return max(group.size for group in self.groups(layout))
 
-  @property
-  def program(self) -> Program:
-    return Program(self.scope(FULL), self.scope(SPARSE), self.capacity_tokens, bool(self.solo))
+  def span(self, layout: str) -> int:
+    """Returns the ranks that exchanges of a layout span: a node's where every group lies inside a node."""
+    return self.ranks_per_node if self.widest(layout) <= self.ranks_per_node else self.domain_ranks
 
-  def widest(self, kind: str) -> int:
-    return max(group.size for group in self.groups(kind))
+  def program(self, widest_degree: int) -> Program:
+    """Returns the program that runs this plan.
+
+    Args:
+      widest_degree: the widest SP degree that any plan of the run may have, so that plans share programs.
+
+    Raises:
+      PlanError: where this plan is wider.
+    """
+    program = Program(
+      self.span(PARENTS), self.span(CHILDREN), widest_degree, self.capacity_tokens, self.row_tokens,
+      bool(self.solo),
+    )  # fmt: skip
+    program.check(self)
+    return program
 
   @property
   def total_tokens(self) -> int:
@@ -197,19 +254,23 @@ class Plan:
     payload = json.dumps(dataclasses.astuple(self), separators=(',', ':'))
     return hashlib.sha256(payload.encode()).hexdigest()[:16]
 
-  def validate(self, num_heads: int | None = None, num_kv_heads: int | None = None) -> Plan:
-    """Returns the plan itself; raises PlanError naming the sample or group and the rule it breaks."""
+  def validate(self, wire: Wire | None = None) -> Plan:
+    """Returns the plan itself; raises PlanError naming the sample or group and the rule it breaks.
+
+    Args:
+      wire: heads that the groups must be able to share, where they are known.
+    """
     _check_lengths(self)
     _check_solo(self)
     for name, groups in (('parent', self.parents), ('child', self.children)):
       _check_tiling(self, name, groups)
       _check_samples(self, name, groups)
       for group in groups:
-        for heads in (num_heads, num_kv_heads):
-          if heads and heads % group.size and group.size % heads:
+        for heads in wire.operand_heads if wire else ():
+          if heads % group.size and group.size % heads:
             raise PlanError(f'{name} {group}: its size fits neither way with {heads} heads')
-        if num_heads and num_heads % group.size:
-          raise PlanError(f'{name} {group}: its size does not divide the {num_heads} query heads')
+        if wire and wire.result_heads % group.size:
+          raise PlanError(f'{name} {group}: its size does not divide the {wire.result_heads} query heads')
     _check_nesting(self)
     if self.capacity_tokens % self.row_tokens:
       raise PlanError(f'a capacity of {self.capacity_tokens} is not a multiple of {self.row_tokens} tokens')

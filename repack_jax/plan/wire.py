@@ -14,6 +14,9 @@ from typing import TypeVar
 import numpy as np
 
 DTYPE_BYTES = {'float32': 4, 'bfloat16': 2}
+# Rows on the wire are as long as this where what each degree sends allows: a TPU's links pad shorter ones to it
+# (compiled for v5p, v6e and v7).
+MOST_ROW_BYTES = 512
 Degree = TypeVar('Degree', int, np.ndarray)
 
 
@@ -71,17 +74,18 @@ class Wire:
     Args:
       row_bytes: a power of two.
     """
-    degrees = self.degrees(widest)
-    heads = [of(p) for of in (self.dispatch_heads, self.combine_heads) for p in degrees]
-    return row_bytes // math.gcd(*(n * self.head_dim * self.itemsize for n in heads), row_bytes)
+    head_bytes = self.head_dim * self.itemsize
+    return row_bytes // math.gcd(*(n * head_bytes for n in self._peer_heads(self.degrees(widest))), row_bytes)
 
-  def row_elements(self, degrees: tuple[int, ...], row_tokens: int, row_bytes: int) -> int:
-    """Returns the elements of a row on the wire: as many as fill `row_bytes`.
+  def row_elements(self, degrees: tuple[int, ...], row_tokens: int) -> int:
+    """Returns the elements of a row on the wire: as many as fit `MOST_ROW_BYTES`, but a head at least.
 
-    They divide what `row_tokens` tokens send to a peer at each of these degrees and both sites. A row is at
-    least one head where `row_bytes` is less.
+    They divide what `row_tokens` tokens send to a peer at each of these degrees and both sites.
     """
-    heads = [of(p) for of in (self.dispatch_heads, self.combine_heads) for p in degrees]
-    common = math.gcd(*heads) * self.head_dim * row_tokens
-    most = max(self.head_dim, row_bytes // self.itemsize)
+    common = math.gcd(*self._peer_heads(degrees)) * self.head_dim * row_tokens
+    most = max(self.head_dim, MOST_ROW_BYTES // self.itemsize)
     return max(n for n in range(1, most + 1) if common % n == 0)
+
+  def _peer_heads(self, degrees: tuple[int, ...]) -> list[int]:
+    """Heads that a token sends to a peer, at each of these degrees and both sites."""
+    return [of(p) for of in (self.dispatch_heads, self.combine_heads) for p in degrees]

@@ -1,4 +1,4 @@
-"""Floating-point operations of the model, counted from its config. A multiply-add is two.
+"""Floating-point operations of the model, counted from its weights. A multiply-add is two.
 
 Forward pass only; a training step is `TRAIN_OVER_FORWARD` times that (the backward pass computes two
 products for each of the forward's). Recomputation is not counted, as is usual for MFU.
@@ -8,39 +8,53 @@ from __future__ import annotations
 
 import numpy as np
 
-from repack_jax.config import FULL, ModelConfig
+from repack_jax.config import weights
+from repack_jax.config.model import ModelConfig
 
 TRAIN_OVER_FORWARD = 3
+# The logits are computed in the forward pass and again in the backward one, which has two products more: what
+# `ops/loss.py` does, and what its compiled program is counted to do in the tests.
+LOGITS_PASSES = TRAIN_OVER_FORWARD + 1
+
+
+def _matmul(*matrices: weights.Weight) -> int:
+  """Returns the operations of a token's products with these matrices."""
+  return 2 * sum(matrix.size for matrix in matrices)
 
 
 def qkv_flops_per_token(model: ModelConfig) -> int:
-  """Query, key and value projections of one layer."""
-  return 2 * model.d_model * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+  """Returns those of the query, key and value projections of one layer."""
+  table = weights.attention(model)
+  return _matmul(table['query'], table['key'], table['value'])
 
 
 def output_flops_per_token(model: ModelConfig) -> int:
-  """The projection behind attention of one layer."""
-  return 2 * model.d_model * model.num_heads * model.head_dim
+  """Returns those of the projection behind attention of one layer."""
+  return _matmul(weights.attention(model)['out'])
 
 
 def routed_flops_per_token(model: ModelConfig, layer: int) -> int:
-  """The chosen experts of a token; 0 where the layer has none."""
-  return 6 * model.d_model * model.experts_per_token * model.expert_width if model.has_experts(layer) else 0
+  """Returns those of the chosen experts of a token; 0 where the layer has none."""
+  if not model.has_experts(layer):
+    return 0
+  of_experts = [weight for weight in weights.leaves(weights.experts(model)) if weight.of_experts]
+  return _matmul(*of_experts) // model.num_experts * model.experts_per_token
 
 
 def own_feed_forward_flops_per_token(model: ModelConfig, layer: int) -> int:
-  """What of the feed-forward block runs where the token is: router and shared expert, or the dense block."""
-  if not model.has_experts(layer):
-    return 6 * model.d_model * model.dense_width
-  return 6 * model.d_model * model.shared_expert_width + 2 * model.d_model * model.num_experts
+  """Returns those of the feed-forward block that run where the token is: all but its chosen experts."""
+  table = weights.layer(model, layer)
+  block = table['experts'] if model.has_experts(layer) else table['dense']
+  return _matmul(*(weight for weight in weights.leaves(block) if not weight.of_experts))
 
 
 def logits_flops_per_token(model: ModelConfig) -> int:
-  return 2 * model.d_model * model.vocab_size
+  """Returns those of the logits, once."""
+  return _matmul(weights.vocabulary(model)['embedding'])
 
 
 def linear_flops_per_token(model: ModelConfig) -> int:
-  """Everything whose cost goes with the number of tokens: all layers and the logits."""
+  """Returns those of everything whose cost goes with the number of tokens: all layers and the logits."""
   attention = qkv_flops_per_token(model) + output_flops_per_token(model)
   layers = sum(
     attention + routed_flops_per_token(model, layer) + own_feed_forward_flops_per_token(model, layer)
@@ -49,20 +63,7 @@ def linear_flops_per_token(model: ModelConfig) -> int:
   return layers + logits_flops_per_token(model)
 
 
-def attention_pairs(length: np.ndarray | int, window_tokens: int | None) -> np.ndarray:
-  """Query-key pairs of causal attention over samples, int64 [...]; a query sees its last W tokens."""
-  length = np.asarray(length, np.int64)
-  seen = length if window_tokens is None else np.minimum(length, window_tokens)
-  return seen * (seen + 1) // 2 + (length - seen) * seen
-
-
-def attention_flops(model: ModelConfig, length: np.ndarray | int, kind: str) -> np.ndarray:
-  """Scores and weighted values of one layer for samples of these lengths, int64 [...]."""
-  window = None if kind == FULL else model.window_tokens
-  return 4 * model.num_heads * model.head_dim * attention_pairs(length, window)
-
-
 def sample_flops(model: ModelConfig, length: np.ndarray | int) -> np.ndarray:
-  """Forward pass of whole samples of these lengths, int64 [...]."""
-  attention = sum(attention_flops(model, length, kind) for kind in model.layer_kinds)
+  """Returns those of the forward pass of whole samples of these lengths, int64 [...]."""
+  attention = sum(model.kind(letter).flops(model.wire, length) for letter in model.layer_kinds)
   return np.asarray(length, np.int64) * linear_flops_per_token(model) + attention

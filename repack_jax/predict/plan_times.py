@@ -1,19 +1,18 @@
-"""From a plan to seconds and bytes: how long each rank computes and each group exchanges, a layer kind.
+"""From a plan to seconds and bytes: how long each rank computes and each group exchanges, in each layout.
 
-Within a micro-batch all layers of a kind take the same, so this is all that the simulator and the planner
-need to know of a plan.
+Within a micro-batch all layers of a layout take the same but for their attention cores and what `LayerCosts`
+says of them, so this is all that the simulator and the planner need to know of a plan.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.config import FULL, SPARSE
-from repack_jax.plan.plan import Group, Plan
-from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD, CostModel, heads_per_peer
-from repack_jax.predict.sizes import DTYPE_BYTES
+from repack_jax.plan.plan import LAYOUTS, PARENTS, Group, Plan
+from repack_jax.predict.costs import Costs, LayerCosts, OfLengths, link_s
 
 
 @dataclass(frozen=True)
@@ -49,16 +48,29 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class LayerTimes:
-  """The forward pass of a layer of one kind. Arrays are float64 [num_ranks] unless said otherwise.
+class Core:
+  """An attention core, float64 [num_ranks].
+
+  Attributes:
+    group_s: of what the rank's group holds; equal within a group.
+    solo_s: of the rank's solo samples.
+  """
+
+  group_s: np.ndarray
+  solo_s: np.ndarray
+
+
+@dataclass(frozen=True)
+class LayoutTimes:
+  """The forward pass of a layer in one layout. Arrays are float64 [num_ranks] unless said otherwise.
 
   Attributes:
     slots: rows that projections and logits run on, padding included.
     tokens: of each rank while the layer runs.
     groups: that exchange.
-    dispatch_s, combine_s, core_s: the attention's exchanges and core; equal within a group.
-    solo_s: the attention cores of the rank's solo samples.
-    query_heads: that a rank of the group works on.
+    cores: of each attention function of the layers in this layout.
+    dispatch_s, combine_s: the attention's exchanges; equal within a group.
+    result_heads: that a rank of the group works on.
     routed_tokens: tokens whose experts' work is the rank's.
     expert_exchange_s: one of the experts' two exchanges; equal within a node.
     attention, experts: bytes of both exchanges of either.
@@ -69,11 +81,10 @@ class LayerTimes:
   slots: int
   tokens: np.ndarray
   groups: Tiling
+  cores: dict[OfLengths, Core]
   dispatch_s: np.ndarray
   combine_s: np.ndarray
-  core_s: np.ndarray
-  solo_s: np.ndarray
-  query_heads: np.ndarray
+  result_heads: np.ndarray
   routed_tokens: np.ndarray
   expert_exchange_s: np.ndarray
   attention: Traffic
@@ -84,23 +95,28 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class PlanTimes:
-  """A micro-batch: the times of its two layer kinds, and its nodes."""
+  """A micro-batch: the times of its two layouts, and its nodes."""
 
-  kinds: dict[str, LayerTimes]
+  layouts: dict[str, LayoutTimes]
   nodes: Tiling
 
+  def core(self, layer: LayerCosts) -> Core:
+    """Returns the attention core of a layer."""
+    return self.layouts[layer.layout].cores[layer.attention_s]
 
-def plan_times(plan: Plan, cost: CostModel, redistribute: bool = False) -> PlanTimes:
-  """Times of a plan.
 
-  With `redistribute`, full layers run in their parents' own layout instead (each rank of a parent holds an
-  equal share of its stream) and a pass of hidden states leads into and out of it: what repacking avoids.
+def plan_times(plan: Plan, costs: Costs, redistribute: bool = False) -> PlanTimes:
+  """Returns the times of a plan.
+
+  With `redistribute`, layers in the parents' layout run in an even layout of their own instead (each rank of a
+  parent holds an equal share of its stream) and a pass of hidden states leads into and out of it: what
+  repacking avoids.
   """
-  kinds = {kind: _layer_times(plan, cost, kind, plan.shared_tokens) for kind in (FULL, SPARSE)}
+  layouts = {layout: _layout_times(plan, costs, layout, plan.shared_tokens) for layout in LAYOUTS}
   assert not (redistribute and plan.solo), 'only plans of mode repack can be redistributed'
   if redistribute and plan.parents != plan.children:
-    kinds[FULL] = _redistributed(plan, cost)
-  return PlanTimes(kinds, _nodes(plan))
+    layouts[PARENTS] = _redistributed(plan, costs)
+  return PlanTimes(layouts, _nodes(plan))
 
 
 def _nodes(plan: Plan) -> Tiling:
@@ -108,27 +124,37 @@ def _nodes(plan: Plan) -> Tiling:
 
 
 def group_work(groups: tuple[Group, ...], work_s: np.ndarray) -> np.ndarray:
-  """The samples' work added up a group, float64 [groups]."""
+  """Returns each group's sum of its samples' work, float64 [groups]."""
   members = [s for group in groups for s in group.samples]
   of_group = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
   return np.bincount(of_group, work_s[members], len(groups)) if members else np.zeros(len(groups))
 
 
-def _layer_times(plan: Plan, cost: CostModel, kind: str, shared: np.ndarray) -> LayerTimes:
-  """Times where the ranks hold these tokens of their groups' streams."""
-  model, ranks = cost.model, plan.num_ranks
-  groups = plan.groups(kind)
-  tiling = Tiling.at(np.array([group.first_rank for group in groups]), ranks)
+def _cores(plan: Plan, costs: Costs, layout: str, group_of: np.ndarray) -> dict[OfLengths, Core]:
+  """Every attention core of a layout, each function of lengths once; `group_of` is the group of each rank."""
+  groups = plan.groups(layout)
   size = np.array([group.size for group in groups])
+  lengths = np.array(plan.lengths, np.int64)
+  cores = {}
+  for attention_s in dict.fromkeys(layer.attention_s for layer in costs.layers if layer.layout == layout):
+    work_s = attention_s(lengths)
+    solo_s = np.zeros(plan.num_ranks)
+    solo_s[[group.first_rank for group in plan.solo]] = group_work(plan.solo, work_s)
+    cores[attention_s] = Core((group_work(groups, work_s) / size)[group_of], solo_s)
+  return cores
+
+
+def _layout_times(plan: Plan, costs: Costs, layout: str, shared: np.ndarray) -> LayoutTimes:
+  """Times where the ranks hold these tokens of their groups' streams."""
+  wire, groups = costs.wire, plan.groups(layout)
+  tiling = Tiling.at(np.array([group.first_rank for group in groups]), plan.num_ranks)
+  degree = np.array([group.size for group in groups])[tiling.of]
   tokens = shared.astype(np.float64)
-  work_s = cost.attention_s(np.array(plan.lengths, np.int64), kind)
-  core_s = group_work(groups, work_s) / size
-  solo_s = np.zeros(ranks)
-  solo_s[[group.first_rank for group in plan.solo]] = group_work(plan.solo, work_s)
-  degree = size[tiling.of]
   nodes = _nodes(plan)
-  itemsize = DTYPE_BYTES[model.compute_dtype] * model.head_dim
-  dispatch, combine = (heads * itemsize for heads in heads_per_peer(model, degree))
+  head_bytes = wire.itemsize * wire.head_dim
+  dispatch, combine = (
+    heads * head_bytes for heads in (wire.dispatch_heads(degree), wire.combine_heads(degree))
+  )
 
   local = np.minimum(degree, plan.ranks_per_node)
   group_tokens = tiling.sum(tokens)
@@ -138,56 +164,55 @@ def _layer_times(plan: Plan, cost: CostModel, kind: str, shared: np.ndarray) -> 
   inter = np.maximum(tokens * (degree - local), group_tokens - near_tokens)
 
   def site_s(row_bytes: np.ndarray) -> np.ndarray:
-    seconds = cost.link_s(intra * row_bytes, inter * row_bytes, degree > local)
+    seconds = link_s(costs.cluster, intra * row_bytes, inter * row_bytes, degree > local)
     return np.where(degree > 1, tiling.max(seconds), 0.0)
 
   both = dispatch + combine
   held = tokens + (plan.rank_tokens - plan.shared_tokens)
-  routed, expert_s, sent = _expert_times(plan, cost, held, nodes)
-  return LayerTimes(
+  routed, expert_s, sent = _expert_times(plan, costs, held, nodes)
+  return LayoutTimes(
     slots=plan.capacity_tokens,
     tokens=held,
     groups=tiling,
+    cores=_cores(plan, costs, layout, tiling.of),
     dispatch_s=site_s(dispatch),
     combine_s=site_s(combine),
-    core_s=core_s[tiling.of],
-    solo_s=solo_s,
-    query_heads=model.num_heads // degree,
+    result_heads=wire.combine_heads(degree),
     routed_tokens=routed,
     expert_exchange_s=expert_s,
     attention=Traffic(tokens * (local - 1) * both, tokens * (degree - local) * both),
-    experts=Traffic(sent, np.zeros(ranks)),
+    experts=Traffic(sent, np.zeros(plan.num_ranks)),
   )
 
 
 def _expert_times(
-  plan: Plan, cost: CostModel, tokens: np.ndarray, nodes: Tiling
+  plan: Plan, costs: Costs, tokens: np.ndarray, nodes: Tiling
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """(tokens whose experts run on the rank, seconds of one exchange, bytes sent in both)."""
-  if cost.expert_ranks == 1:
+  if costs.expert_ranks == 1:
     return tokens, np.zeros(plan.num_ranks), np.zeros(plan.num_ranks)
-  share = nodes.sum(tokens) / cost.expert_ranks
-  row_bytes = cost.expert_bytes_per_token()
-  seconds = cost.link_s(np.maximum(tokens, share) * row_bytes, 0.0, False)
+  share = nodes.sum(tokens) / costs.expert_ranks
+  row_bytes = costs.expert_bytes_per_token
+  seconds = link_s(costs.cluster, np.maximum(tokens, share) * row_bytes, 0.0, False)
   return share, nodes.max(seconds), (tokens + share) * row_bytes
 
 
-def _redistributed(plan: Plan, cost: CostModel) -> LayerTimes:
-  """Full layers in the parents' even layout, and the pass that leads there."""
+def _redistributed(plan: Plan, costs: Costs) -> LayoutTimes:
+  """Layers in the parents' even layout, and the pass that leads there."""
   held = plan.rank_tokens
   even = np.zeros_like(held)
   for parent in plan.parents:
     total = int(held[parent.first_rank : parent.end_rank].sum())
     edges = np.arange(parent.size + 1) * total // parent.size
     even[parent.first_rank : parent.end_rank] = np.diff(edges)
-  times = _layer_times(plan, cost, FULL, even)
-  row = cost.model.d_model * DTYPE_BYTES[cost.model.compute_dtype]
+  times = _layout_times(plan, costs, PARENTS, even)
+  row = costs.hidden_bytes
   move = _moved(held, even, times.groups.starts, plan.ranks_per_node, row)
   back = _moved(even, held, times.groups.starts, plan.ranks_per_node, row)
   intra, inter = (np.maximum(getattr(move, link), getattr(back, link)) for link in ('intra', 'inter'))
-  seconds = times.groups.max(cost.link_s(intra, inter, inter > 0))
+  seconds = times.groups.max(link_s(costs.cluster, intra, inter, inter > 0))
   mean = Traffic((move.intra + back.intra) / 2, (move.inter + back.inter) / 2)
-  return LayerTimes(**{**vars(times), 'move_s': np.where(intra + inter > 0, seconds, 0.0), 'move': mean})
+  return dataclasses.replace(times, move_s=np.where(intra + inter > 0, seconds, 0.0), move=mean)
 
 
 def _moved(
@@ -207,45 +232,36 @@ def _moved(
   return Traffic(intra, inter)
 
 
-def _layer_sorts(cost: CostModel) -> dict[tuple[str, bool], tuple[int, int]]:
-  """(kind, has experts) -> (a layer of that sort, how many there are)."""
-  found: dict[tuple[str, bool], tuple[int, int]] = {}
-  for layer, kind in enumerate(cost.model.layer_kinds):
-    sort = (kind, cost.model.has_experts(layer))
-    found[sort] = (found.get(sort, (layer, 0))[0], found.get(sort, (layer, 0))[1] + 1)
-  return found
-
-
-def predicted_s(plan: Plan, cost: CostModel) -> float:
-  """Seconds of a micro-batch's layers and logits, both passes, if a domain's ranks all meet at each layer.
+def predicted_s(plan: Plan, costs: Costs) -> float:
+  """Returns seconds of a micro-batch's layers and logits, both passes, if a domain's ranks meet at each layer.
 
   They do where parameters are gathered a layer at a time and not ahead: a closed form of what the simulator
   plays with `prefetch_layers = 0`, without the parameter collectives. The slowest domain's seconds.
   """
-  times = plan_times(plan, cost)
+  times = plan_times(plan, costs)
   starts = np.arange(0, plan.num_ranks, plan.domain_ranks)
-  total = np.full(len(starts), 3 * times.kinds[SPARSE].slots * cost.logits_s())
-  for (kind, _), (layer, count) in _layer_sorts(cost).items():
+  total = np.full(len(starts), plan.capacity_tokens * costs.logits_s)
+  for layer, count in costs.sorts.items():
     for backward in (False, True):
-      total += count * np.maximum.reduceat(_layer_s(times, cost, kind, layer, backward), starts)
+      total += count * np.maximum.reduceat(_layer_s(times, costs, layer, backward), starts)
   return float(total.max())
 
 
-def _layer_s(times: PlanTimes, cost: CostModel, kind: str, layer: int, backward: bool) -> np.ndarray:
+def _layer_s(times: PlanTimes, costs: Costs, layer: LayerCosts, backward: bool) -> np.ndarray:
   """One pass of one layer from a common start to each rank's end, float64 [num_ranks]."""
-  of = times.kinds[kind]
-  linear = cost.linear_backward if backward else 1.0
-  core = ATTENTION_BACKWARD_OVER_FORWARD if backward else 1.0
-  attention = of.dispatch_s + core * of.core_s + of.combine_s
-  solo = core * of.solo_s
-  experts = 2 * of.expert_exchange_s + linear * of.routed_tokens * cost.routed_s(layer)
-  spread_experts = cost.expert_ranks > 1 and cost.model.has_experts(layer)
-  if not cost.model.has_experts(layer):
-    experts = 0 * experts
+  of, core = times.layouts[layer.layout], times.core(layer)
+  linear = costs.linear_backward if backward else 1.0
+  of_core = costs.attention_backward if backward else 1.0
+  attention = of.dispatch_s + of_core * core.group_s + of.combine_s
+  solo = of_core * core.solo_s
+  experts = np.zeros(len(solo))
+  if layer.has_experts:
+    experts = 2 * of.expert_exchange_s + linear * of.routed_tokens * layer.routed_s
   # Projections run on all slots, so ranks reach each meeting at the same time but for the exchanges' own.
   if backward:
     both = of.groups.max(experts) + attention + solo
   else:
     attention = attention + solo
-    both = (times.nodes.max(attention) if spread_experts else attention) + experts
-  return both + linear * of.slots * (cost.before_s() + cost.after_s(layer))
+    meets = costs.expert_ranks > 1 and layer.has_experts
+    both = (times.nodes.max(attention) if meets else attention) + experts
+  return both + linear * of.slots * (layer.before_s + layer.after_s)

@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from repack_jax.config import FULL
-from repack_jax.plan.plan import Plan
-from repack_jax.predict import flops
-from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD, CostModel
-from repack_jax.predict.plan_times import LayerTimes, PlanTimes, Tiling, plan_times
+from repack_jax.plan.plan import CHILDREN, PARENTS, Plan
+from repack_jax.predict.costs import Costs, LayerCosts
+from repack_jax.predict.flops import TRAIN_OVER_FORWARD
+from repack_jax.predict.plan_times import LayoutTimes, PlanTimes, Tiling, plan_times
 
 # What a rank does with its time. Compute, then exchanges and parameters, then waiting for others.
-COMPUTE = ('projections', 'full attention', 'sparse attention', 'experts', 'logits', 'padding', 'optimizer')
-TRANSFER = ('full exchange', 'sparse exchange', 'expert exchange', 'redistribution', 'parameters')
+ATTENTION = {PARENTS: "parents' attention", CHILDREN: "children's attention"}
+EXCHANGE = {PARENTS: "parents' exchange", CHILDREN: "children's exchange"}
+COMPUTE = ('projections', *ATTENTION.values(), 'experts', 'logits', 'padding', 'optimizer')
+TRANSFER = (*EXCHANGE.values(), 'expert exchange', 'redistribution', 'parameters')
 WAIT = (
-  'wait: full exchange', 'wait: sparse exchange', 'wait: experts', 'wait: redistribution',
+  *(f'wait: {exchange}' for exchange in EXCHANGE.values()), 'wait: experts', 'wait: redistribution',
   'wait: parameters', 'wait: step end',
 )  # fmt: skip
 CAUSES = COMPUTE + TRANSFER + WAIT
@@ -83,32 +84,32 @@ class Simulated:
 
 
 def simulate(
-  cost: CostModel,
+  costs: Costs,
   plans: Sequence[Plan],
   *,
   redistribute: bool = False,
   exchange_chunks: int = 1,
   spans: bool = False,
 ) -> Simulated:
-  """Plays one optimizer step: each plan's micro-batch forward and backward, then the update.
+  """Returns one optimizer step as it is played: each plan's micro-batch forward and backward, then the update.
 
   Args:
-    redistribute: full layers in a layout of their own, reached by a pass (`timing.plan_times`).
+    redistribute: layers in parents' layout run in one of their own, reached by a pass (`plan_times`).
     exchange_chunks: attention's exchanges are cut into this many chunks of heads (fewer where a rank
       has fewer) that overlap its core; the training step does not, which is 1.
     spans: also record every span of every rank, for pictures.
   """
-  player = _Player(cost, exchange_chunks, spans)
+  player = _Player(costs, exchange_chunks, spans)
   for number, plan in enumerate(plans):
     player.micro_batch = number
-    player.play(plan_times(plan, cost, redistribute))
+    player.play(plan_times(plan, costs, redistribute))
   player.meet_all('wait: step end')
-  player.add('optimizer', np.full(player.ranks, cost.optimizer_s()))
+  player.add('optimizer', np.full(player.ranks, costs.optimizer_s))
   lengths = np.array([length for plan in plans for length in plan.lengths], np.int64)
   return Simulated(
     step_s=float(player.clock.max()),
-    model_flops=flops.TRAIN_OVER_FORWARD * float(np.sum(flops.sample_flops(cost.model, lengths))),
-    peak_flops_per_s=cost.cluster.peak_flops_per_s * cost.cluster.num_ranks,
+    model_flops=TRAIN_OVER_FORWARD * float(np.sum(costs.flops(lengths))) if costs.flops else 0.0,
+    peak_flops_per_s=costs.cluster.peak_flops_per_s * costs.cluster.num_ranks,
     seconds=player.seconds,
     sent=player.sent,
     spans=player.recorded() if spans else None,
@@ -139,15 +140,15 @@ class _Parameters:
 class _Player:
   """The clocks of a step, and where their time went."""
 
-  def __init__(self, cost: CostModel, exchange_chunks: int, spans: bool):
-    self.cost, self.cluster, self.model = cost, cost.cluster, cost.model
+  def __init__(self, costs: Costs, exchange_chunks: int, spans: bool):
+    self.costs, self.cluster = costs, costs.cluster
     self.exchange_chunks = exchange_chunks
     self.ranks = self.cluster.num_ranks
     self.clock = np.zeros(self.ranks)
     self.seconds = {cause: np.zeros(self.ranks) for cause in CAUSES}
     self.sent = {
       cause: (np.zeros(self.ranks), np.zeros(self.ranks))
-      for cause in ('full exchange', 'sparse exchange', 'expert exchange', 'redistribution')
+      for cause in (*EXCHANGE.values(), 'expert exchange', 'redistribution')
     }
     self.domain_starts = np.arange(0, self.ranks, self.cluster.domain_ranks)
     self.micro_batch, self.layer, self.backward = 0, -1, False
@@ -193,98 +194,99 @@ class _Player:
 
   def play(self, times: PlanTimes) -> None:
     """Forward and backward pass of one micro-batch."""
-    layers = range(self.model.num_layers)
-    gather_table_s, reduce_table_s = self.cost.table_s()
-    tables = 1 if self.model.tie_embeddings else 2
+    costs, layers = self.costs, list(enumerate(self.costs.layers))
+    own_table = costs.vocabulary_tables == 2
     self.layer, self.backward = -1, False
-    layer_gathers_s = [self.cost.gather_s(layer) for layer in layers]
-    logits_gather_s = gather_table_s if tables == 2 else 0.0
+    layer_gathers_s = [layer.gather_s for layer in costs.layers]
+    logits_gather_s = costs.table_gather_s if own_table else 0.0
     self.parameters.to_start = [*layer_gathers_s, logits_gather_s, *reversed(layer_gathers_s)]
     # The embedding is needed at once.
-    self._collect(gather_table_s)
+    self._collect(costs.table_gather_s)
     for _ in range(self.cluster.prefetch_layers):
       self.parameters.start_next(self._last_s())
-    for self.layer in layers:
+    for self.layer, layer in layers:
       self._begin()
-      self._forward(times, self.layer)
+      self._forward(times, layer)
     self.layer = -1
     self._begin()
-    self._linear('logits', times.kinds['S'], 3 * self.cost.logits_s())
+    self._linear('logits', times.layouts[CHILDREN], costs.logits_s)
     self.backward = True
-    self._reduce(reduce_table_s)
-    for self.layer in reversed(layers):
+    self._reduce(costs.table_reduce_s)
+    for self.layer, layer in reversed(layers):
       self._begin()
-      self._backward(times, self.layer)
-      self._reduce(self.cost.reduce_s(self.layer))
+      self._backward(times, layer)
+      self._reduce(layer.reduce_s)
     self.layer = -1
-    self._reduce(reduce_table_s if tables == 2 else 0.0)
-    self._wait_for(self.parameters.free_s, reduce_table_s)
+    self._reduce(costs.table_reduce_s if own_table else 0.0)
+    self._wait_for(self.parameters.free_s, costs.table_reduce_s)
     if self.cluster.domains > 1:
       self.meet_all('wait: parameters')
-    self.add('parameters', np.full(self.ranks, self.cost.data_reduce_s()))
+    self.add('parameters', np.full(self.ranks, costs.data_reduce_s))
 
-  def _forward(self, times: PlanTimes, layer: int) -> None:
-    of, kind = times.kinds[self.model.layer_kinds[layer]], self.model.layer_kinds[layer]
-    if self._enters(layer, -1):
+  def _forward(self, times: PlanTimes, layer: LayerCosts) -> None:
+    of = times.layouts[layer.layout]
+    if self._enters(-1):
       self._move(of)
-    self._linear('projections', of, self.cost.before_s())
-    self._attention(of, kind, 1.0)
-    self._linear('projections', of, self.cost.after_s(layer))
-    if self.model.has_experts(layer):
-      self._experts(times, of, self.cost.routed_s(layer))
-    if self._enters(layer, 1):
-      self._move(of)
-
-  def _backward(self, times: PlanTimes, layer: int) -> None:
-    of, kind = times.kinds[self.model.layer_kinds[layer]], self.model.layer_kinds[layer]
-    linear = self.cost.linear_backward
-    if self._enters(layer, 1):
-      self._move(of)
-    if self.model.has_experts(layer):
-      self._experts(times, of, linear * self.cost.routed_s(layer))
-    self._linear('projections', of, linear * self.cost.after_s(layer))
-    self._attention(of, kind, ATTENTION_BACKWARD_OVER_FORWARD)
-    self._linear('projections', of, linear * self.cost.before_s())
-    if self._enters(layer, -1):
+    self._linear('projections', of, layer.before_s)
+    self._attention(times, layer, 1.0)
+    self._linear('projections', of, layer.after_s)
+    if layer.has_experts:
+      self._experts(times, of, layer.routed_s)
+    if self._enters(1):
       self._move(of)
 
-  def _enters(self, layer: int, step: int) -> bool:
-    """Whether a layout of full layers' own would be entered or left on this side of a layer."""
-    kinds, beside = self.model.layer_kinds, layer + step
-    return kinds[layer] == FULL and 0 <= beside < len(kinds) and kinds[beside] != FULL
+  def _backward(self, times: PlanTimes, layer: LayerCosts) -> None:
+    of, linear = times.layouts[layer.layout], self.costs.linear_backward
+    if self._enters(1):
+      self._move(of)
+    if layer.has_experts:
+      self._experts(times, of, linear * layer.routed_s)
+    self._linear('projections', of, linear * layer.after_s)
+    self._attention(times, layer, self.costs.attention_backward)
+    self._linear('projections', of, linear * layer.before_s)
+    if self._enters(-1):
+      self._move(of)
 
-  def _linear(self, cause: str, of: LayerTimes, per_token_s: float) -> None:
+  def _enters(self, step: int) -> bool:
+    """Whether a layout of the parents' own would be entered or left on this side of the layer."""
+    layers, beside = self.costs.layers, self.layer + step
+    return (
+      layers[self.layer].layout == PARENTS and 0 <= beside < len(layers) and layers[beside].layout != PARENTS
+    )
+
+  def _linear(self, cause: str, of: LayoutTimes, per_token_s: float) -> None:
     """Work on all slots of a rank; what runs on empty ones is padding."""
     self.add(cause, of.tokens * per_token_s)
     self.add('padding', (of.slots - of.tokens) * per_token_s)
 
-  def _attention(self, of: LayerTimes, kind: str, core_factor: float) -> None:
-    name = 'full' if kind == FULL else 'sparse'
-    exchange, core_s = f'{name} exchange', core_factor * of.core_s
+  def _attention(self, times: PlanTimes, layer: LayerCosts, core_factor: float) -> None:
+    of, core = times.layouts[layer.layout], times.core(layer)
+    attention, exchange = ATTENTION[layer.layout], EXCHANGE[layer.layout]
+    core_s = core_factor * core.group_s
     self.meet(f'wait: {exchange}', of.groups)
     if self.exchange_chunks == 1:
       self.add(exchange, of.dispatch_s)
-      self.add(f'{name} attention', core_s)
+      self.add(attention, core_s)
       self.add(exchange, of.combine_s)
     else:
       # A pipeline over chunks of heads whose exchanges share the link: the slower of link and core decides.
-      chunks = np.minimum(self.exchange_chunks, of.query_heads)
-      link_s = of.dispatch_s + of.combine_s
-      longest = np.maximum(core_s, link_s)
-      self.add(f'{name} attention', core_s)
-      self.add(exchange, longest + (core_s + link_s - longest) / chunks - core_s)
-    self.add(f'{name} attention', core_factor * of.solo_s)
+      chunks = np.minimum(self.exchange_chunks, of.result_heads)
+      sites_s = of.dispatch_s + of.combine_s
+      longest = np.maximum(core_s, sites_s)
+      self.add(attention, core_s)
+      self.add(exchange, longest + (core_s + sites_s - longest) / chunks - core_s)
+    self.add(attention, core_factor * core.solo_s)
     self._count(exchange, of.attention.intra, of.attention.inter)
 
-  def _experts(self, times: PlanTimes, of: LayerTimes, per_token_s: float) -> None:
-    if self.cost.expert_ranks > 1:
+  def _experts(self, times: PlanTimes, of: LayoutTimes, per_token_s: float) -> None:
+    if self.costs.expert_ranks > 1:
       self.meet('wait: experts', times.nodes)
     self.add('expert exchange', of.expert_exchange_s)
     self.add('experts', of.routed_tokens * per_token_s)
     self.add('expert exchange', of.expert_exchange_s)
     self._count('expert exchange', of.experts.intra, of.experts.inter)
 
-  def _move(self, of: LayerTimes) -> None:
+  def _move(self, of: LayoutTimes) -> None:
     if of.move_s is None or of.move is None:
       return
     self.meet('wait: redistribution', of.groups)

@@ -9,8 +9,10 @@ import numpy as np
 
 from repack_jax.config import RunConfig
 from repack_jax.plan.plan import Plan
+from repack_jax.predict.cost_model import model_costs
 from repack_jax.predict.simulator import TRANSFER, WAIT, Simulated, Spans
-from repack_jax.solver.compare import BASELINE, simulate_modes
+from repack_jax.solver import BASELINE
+from repack_jax.solver.compare import simulate_modes
 
 # What a cause of `simulator.CAUSES` is a kind of, in the order of legends.
 FAMILIES = ('compute', 'padding', 'exchange', 'parameters', 'waiting')
@@ -78,8 +80,9 @@ def family(cause: str) -> str:
 
 
 def cases_of(run: RunConfig, lengths: Sequence[int] | np.ndarray) -> list[Case]:
-  """What a picture of a batch shows: the baseline first, then the modes up to the config's own."""
+  """Returns what a picture of a batch shows: the baseline first, then the modes up to the config's own."""
   own = run.planner.mode
   modes = {'static': (BASELINE, 'static'), 'solve': (BASELINE, 'repack', 'solve')}.get(own, (BASELINE, own))
-  found = simulate_modes(run, lengths, tuple(dict.fromkeys(modes)), spans=True)
+  costs = model_costs(run.cluster, run.model)
+  found = simulate_modes(lengths, costs, run.batch_planner, tuple(dict.fromkeys(modes)), spans=True)
   return [Case(mode, plans, step) for mode, (plans, step) in found.items()]

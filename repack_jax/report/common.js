@@ -93,7 +93,7 @@ function readColours() {
     colours[name] = read(name);
   for (const [cause, family] of page.causes) {
     // What one waits for gives the colour of the wait's hatching.
-    const name = cause.replace('wait: ', '').replaceAll(' ', '-');
+    const name = cause.replace('wait: ', '').replace(/'s?/, '').replaceAll(' ', '-');
     colours.cause.push(read(name) || read(family));
   }
   page.samples.forEach((id, place) => {

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from repack_jax.config import FULL, ModelConfig, RunConfig
-from repack_jax.plan.plan import Group, Plan
-from repack_jax.predict.cost_model import CostModel, bytes_per_peer
+from repack_jax.config import RunConfig
+from repack_jax.plan.plan import PARENTS, Group, Plan
+from repack_jax.plan.wire import Wire
+from repack_jax.predict.cost_model import model_costs
+from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import CAUSES
 from repack_jax.report import words
 from repack_jax.report.case import FAMILIES, Case, check_cases, family
@@ -37,6 +39,7 @@ def page_data(run: RunConfig, cases: Sequence[Case]) -> Data:
     'ranks_per_node': cluster.ranks_per_node,
     'domain_ranks': cluster.domain_ranks,
     'layer_kinds': run.model.layer_kinds,
+    'layer_titles': [run.model.kind(letter).title for letter in run.model.layer_kinds],
     'period': pattern_period(run.model),
     'about': [
       ['Cluster', words.describe_cluster(run)],
@@ -55,7 +58,7 @@ def page_data(run: RunConfig, cases: Sequence[Case]) -> Data:
 
 def _case(run: RunConfig, case: Case, baseline: Case, tick_s: float) -> Data:
   simulated = case.simulated
-  cost = CostModel(run.cluster, run.model)
+  costs = model_costs(run.cluster, run.model)
   return {
     'name': case.name,
     'step_s': simulated.step_s,
@@ -67,7 +70,7 @@ def _case(run: RunConfig, case: Case, baseline: Case, tick_s: float) -> Data:
     'solo_samples': sum(len(group.samples) for plan in case.plans for group in plan.solo),
     'solo_tokens': sum(int((plan.rank_tokens - plan.shared_tokens).sum()) for plan in case.plans),
     'seconds': [simulated.mean_s([cause]) for cause in CAUSES],
-    'micro_batches': [layout_data(plan, cost) for plan in case.plans],
+    'micro_batches': [layout_data(plan, costs) for plan in case.plans],
     'timeline': timeline(run.model, case, tick_s),
   }
 
@@ -76,16 +79,18 @@ def _exchange(run: RunConfig, cases: Sequence[Case]) -> dict[str, list[int]]:
   """SP degree -> `exchange_bytes`, for every degree of the cases' groups."""
   plans = [plan for case in cases for plan in case.plans]
   sizes = {group.size for plan in plans for group in (*plan.parents, *plan.children)}
-  return {str(size): exchange_bytes(run.model, size, run.cluster.ranks_per_node) for size in sorted(sizes)}
+  return {
+    str(size): exchange_bytes(run.model.wire, size, run.cluster.ranks_per_node) for size in sorted(sizes)
+  }
 
 
-def exchange_bytes(model: ModelConfig, size: int, ranks_per_node: int) -> list[int]:
+def exchange_bytes(wire: Wire, size: int, ranks_per_node: int) -> list[int]:
   """[inside nodes, between nodes]: bytes that a token of a group sends in one layer's forward pass."""
-  each = int(bytes_per_peer(model, size))
+  each = wire.bytes_per_peer(size)
   return [each * (min(size, ranks_per_node) - 1), each * max(0, size - ranks_per_node)]
 
 
-def layout_data(plan: Plan, cost: CostModel) -> Data:
+def layout_data(plan: Plan, costs: Costs) -> Data:
   """A plan's two layouts.
 
   Returns, besides what the plan says of itself:
@@ -95,7 +100,7 @@ def layout_data(plan: Plan, cost: CostModel) -> Data:
       it computes, and of each rank, what it computes of solo samples.
   """
   held, solo_held = held_blocks(plan)
-  work, solo_work = work_blocks(plan, cost, FULL)
+  work, solo_work = work_blocks(plan, costs, PARENTS)
   return {
     'mode': plan.mode,
     'capacity': plan.capacity_tokens,
@@ -115,13 +120,12 @@ def _group(group: Group) -> list[int]:
 
 
 def held_blocks(plan: Plan) -> tuple[list[Blocks], list[Blocks]]:
-  """Of each rank: its run of its child's stream, cut at samples' borders (rule 1), and its solo samples."""
+  """Returns of each rank its run of its child's stream, cut at samples' borders, and its solo samples."""
   held: list[Blocks] = []
   for child in plan.children:
     ends = np.cumsum([plan.lengths[s] for s in child.samples], dtype=np.int64)
-    total = int(ends[-1]) if len(ends) else 0
-    for i in range(child.size):
-      low, high = i * total // child.size, (i + 1) * total // child.size
+    edges = np.concatenate([[0], np.cumsum(plan.shared_tokens[child.first_rank : child.end_rank])])
+    for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
       blocks: Blocks = []
       for at in range(int(np.searchsorted(ends, low, 'right')), len(ends)):
         begin = max(low, int(ends[at]) - plan.lengths[child.samples[at]])
@@ -132,10 +136,10 @@ def held_blocks(plan: Plan) -> tuple[list[Blocks], list[Blocks]]:
   return held, _solo_blocks(plan, plan.lengths)
 
 
-def work_blocks(plan: Plan, cost: CostModel, kind: str) -> tuple[list[Blocks], list[Blocks]]:
+def work_blocks(plan: Plan, costs: Costs, layout: str) -> tuple[list[Blocks], list[Blocks]]:
   """Seconds of a layer's attention core: of each group what every rank of it spends, of each rank solo's."""
-  seconds = cost.attention_s(np.array(plan.lengths, np.int64), kind).tolist()
-  return [_blocks(group, seconds) for group in plan.groups(kind)], _solo_blocks(plan, seconds)
+  seconds = costs.attention_s(np.array(plan.lengths, np.int64), layout).tolist()
+  return [_blocks(group, seconds) for group in plan.groups(layout)], _solo_blocks(plan, seconds)
 
 
 def _solo_blocks(plan: Plan, amounts: Sequence[float]) -> list[Blocks]:

@@ -1,4 +1,4 @@
-// The two layouts of a micro-batch: what each rank computes in full layers, and holds in sparse ones.
+// The two layouts of a micro-batch: what each rank computes in the parents', and holds in the children's.
 
 const BRACKETS = 46; // the right gutter, for the groups
 const THINNEST = 1.5; // blocks below this many pixels are drawn together
@@ -9,9 +9,9 @@ const SOLO_GAP = 3; // pixels between what a group shares and a rank's solo samp
 const rowHeight = (solo) => (THIN ? (solo ? ROW - 0.5 : ROW) : ROW - 1);
 
 class Layout extends Rows {
-  constructor(host, full) {
+  constructor(host, ofParents) {
     super(host, '', BRACKETS);
-    this.full = full;
+    this.ofParents = ofParents;
     this.blocks = [];
     this.base.addEventListener('click', (event) => {
       const found = this.find(event);
@@ -31,9 +31,9 @@ class Layout extends Rows {
   // before the solo ones.
   load() {
     const batch = shownBatch();
-    this.groups = this.full ? batch.parents : batch.children;
-    const solo = this.full ? batch.solo_work : batch.solo_held;
-    const shared = this.full
+    this.groups = this.ofParents ? batch.parents : batch.children;
+    const solo = this.ofParents ? batch.solo_work : batch.solo_held;
+    const shared = this.ofParents
       ? batch.parents.flatMap(([, size], at) => Array(size).fill(batch.work[at]))
       : batch.held;
     this.blocks = shared.map((flat, rank) => {
@@ -49,7 +49,7 @@ class Layout extends Rows {
       const before = flat.length / 2;
       return { samples, ends, total: end, shared: before, sharedEnd: before ? ends[before - 1] : 0 };
     });
-    this.range = [0, 1.04 * (this.full ? mostWork() || 1 : mostHeld())];
+    this.range = [0, 1.04 * (this.ofParents ? mostWork() || 1 : mostHeld())];
     const totals = this.blocks.map((block) => block.total);
     this.mean = totals.reduce((sum, total) => sum + total, 0) / totals.length;
     this.most = Math.max(...totals);
@@ -69,21 +69,21 @@ class Layout extends Rows {
       groups.push(`${plural(samples, 'solo sample')} on ${plural(solo.length, 'rank')}`);
     }
     const over = this.mean ? `, ${(this.most / this.mean).toFixed(2)} times the mean` : '';
-    const facts = this.full
+    const facts = this.ofParents
       ? `the busiest rank computes ${seconds(this.most)} of attention core a layer${over}`
       : `the fullest rank holds ${whole(this.most)} of ${plural(shownBatch().capacity, 'slot')}${over}`;
     const text = `${groups.join(', ')}; ${facts}`;
-    byId(this.full ? 'full-facts' : 'sparse-facts').textContent = text;
-    this.base.setAttribute('aria-label', `${this.full ? 'Full' : 'Sparse'} layers: ${text}`);
+    byId(this.ofParents ? 'parents-facts' : 'children-facts').textContent = text;
+    this.base.setAttribute('aria-label', `Layers in the ${this.ofParents ? 'parents' : 'children'}' layout: ${text}`);
   }
 
   draw() {
     if (!this.blocks.length || this.width < 100) return;
     const context = this.context(this.base);
-    if (this.full) this.drawGround(context, 'forward attention core of one full layer', (v) => seconds(v, 3));
+    if (this.ofParents) this.drawGround(context, 'forward attention core of one such layer', (v) => seconds(v, 3));
     else this.drawGround(context, 'tokens that a rank holds', whole);
     this.blocks.forEach((block, rank) => this.drawRank(context, block, rank));
-    if (this.full) this.drawMark(context, this.mean, `mean ${seconds(this.mean, 3)}`, [3, 4]);
+    if (this.ofParents) this.drawMark(context, this.mean, `mean ${seconds(this.mean, 3)}`, [3, 4]);
     else this.drawMark(context, shownBatch().capacity, `capacity ${whole(shownBatch().capacity)}`, [6, 4]);
     for (const group of this.groups) {
       if (group[1] === 1 && !group[2]) continue;
@@ -224,14 +224,14 @@ class Layout extends Rows {
     const [first, size, samples] = this.groupOf(found.rank);
     const where = `rank ${found.rank}, node ${Math.floor(found.rank / page.ranks_per_node)}`;
     const group = samples
-      ? `${this.full ? 'parent' : 'child'} SP${size} on ${rankSpan(first, size)}`
+      ? `${this.ofParents ? 'parent' : 'child'} SP${size} on ${rankSpan(first, size)}`
       : 'no shared samples';
     const total = this.blocks[found.rank].total;
     if (found.id === null) {
-      const all = this.full ? `${seconds(total)} a layer in all` : `${plural(total, 'token')} in all`;
+      const all = this.ofParents ? `${seconds(total)} a layer in all` : `${plural(total, 'token')} in all`;
       return showTip([all, where, group], event);
     }
-    const here = this.full
+    const here = this.ofParents
       ? `${seconds(found.here)} of this rank's ${seconds(total)} a layer`
       : `${plural(found.here, 'token')} here, of the rank's ${whole(total)}`;
     const name = `sample ${found.id}: ${plural(found.length, 'token')}`;

@@ -35,8 +35,8 @@ function setState(change) {
 function setHover(id) {
   if (id === state.hover) return;
   state.hover = id;
-  pictures.full.drawOver();
-  pictures.sparse.drawOver();
+  pictures.parents.drawOver();
+  pictures.children.drawOver();
 }
 
 function show() {
@@ -248,8 +248,8 @@ byId('cases-note').textContent =
     ? ' Solo samples stay whole on one rank in all layers and are in no exchange of attention.'
     : '');
 byId('losses-note').textContent = `beside each number, how it differs from ${page.cases[0].name}`;
-pictures.full = new Layout(byId('full'), true);
-pictures.sparse = new Layout(byId('sparse'), false);
+pictures.parents = new Layout(byId('parents'), true);
+pictures.children = new Layout(byId('children'), false);
 pictures.timeline = new Timeline(byId('timeline'));
 readAddress();
 addControls();

@@ -228,7 +228,7 @@ class Timeline extends Rows {
     const where =
       layer < 0
         ? 'outside layers'
-        : `layer ${layer} (${page.layer_kinds[layer] === 'F' ? 'full' : 'sparse'})`;
+        : `layer ${layer} (${page.layer_titles[layer]})`;
     const many = shownCase().micro_batches.length > 1 ? `, micro-batch ${batch}` : '';
     return showTip(
       [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from repack_jax.config import FULL, SPARSE, ModelConfig, RunConfig
+from repack_jax.config import ModelConfig, RunConfig
 
 _PREFIXES = ((1e15, 'P'), (1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k'), (1.0, ''))
 
@@ -44,10 +44,13 @@ def describe_rates(run: RunConfig) -> str:
 
 
 def describe_model(model: ModelConfig) -> str:
-  kinds = model.layer_kinds
-  parts = [f'{count(len(kinds), "layer")} of pattern {model.pattern}: {kinds.count(FULL)} full']
-  if SPARSE in kinds:
-    parts[0] += f', {kinds.count(SPARSE)} sparse with a window of {model.window_tokens:,} tokens'
+  letters = model.layer_kinds
+  each = []
+  for letter in dict.fromkeys(letters):
+    kind = model.kind(letter)
+    settings = kind.describe()
+    each.append(f'{letters.count(letter)} {kind.title}' + (f' ({settings})' if settings else ''))
+  parts = [f'{count(len(letters), "layer")} of pattern {model.pattern}: {", ".join(each)}']
   parts.append(
     f'width {model.d_model:,}, {count(model.num_heads, "query head")} and {model.num_kv_heads} for '
     f'keys and values, {model.head_dim} wide'

@@ -1,5 +1,5 @@
-"""`solve(lengths, cluster, model, config) -> list[Plan]`: one plan a micro-batch."""
+"""`solve(lengths, costs, config) -> Solution`: one plan a micro-batch."""
 
-from repack_jax.solver.solve import SampleTooLong, solve, static_degree
+from repack_jax.solver.solve import BASELINE, SampleTooLong, Solution, solve
 
-__all__ = ['SampleTooLong', 'solve', 'static_degree']
+__all__ = ['BASELINE', 'SampleTooLong', 'Solution', 'solve']

@@ -6,29 +6,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from repack_jax.config import FULL, SPARSE, ModelConfig, PlannerConfig, allowed_sp_degrees
-from repack_jax.config.cluster import ClusterConfig
-from repack_jax.predict import flops
-from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD, CostModel
+from repack_jax.config.run import PlannerConfig
+from repack_jax.predict.costs import Costs, OfLengths
 
 
-def compute_bound_s(lengths: np.ndarray, cluster: ClusterConfig, model: ModelConfig) -> float:
-  """Seconds of a step's computation shared evenly by all ranks, with no communication, padding or waiting."""
-  cost = CostModel(cluster, model)
+def compute_bound_s(lengths: np.ndarray, costs: Costs) -> float:
+  """Returns seconds of a step's computation shared evenly by all ranks: no communication, padding or waiting."""
   lengths = np.asarray(lengths, np.int64)
-  linear = flops.linear_flops_per_token(model) - flops.logits_flops_per_token(model)
-  seconds = float(lengths.sum()) * (
-    (1 + cost.linear_backward) * linear / cluster.matmul_flops_per_s + 3 * cost.logits_s()
-  )
-  for kind in model.layer_kinds:
-    seconds += (1 + ATTENTION_BACKWARD_OVER_FORWARD) * float(cost.attention_s(lengths, kind).sum())
-  return seconds / cluster.num_ranks
+  routed_s = (1 + costs.linear_backward) * sum(layer.routed_s for layer in costs.layers)
+  seconds = float(lengths.sum()) * (costs.slot_s + routed_s) + float(costs.all_attention_s(lengths).sum())
+  return seconds / costs.cluster.num_ranks
 
 
-def lower_bound_s(
-  lengths: Sequence[int] | np.ndarray, cluster: ClusterConfig, model: ModelConfig, config: PlannerConfig
-) -> float:
-  """Seconds below which no plans of a batch can be, by the simulator or by `timing.predicted_s`, added up.
+def lower_bound_s(lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConfig) -> float:
+  """Returns seconds below which no plans of a batch can be, by the simulator or by `predicted_s`, added up.
 
   Perfect balance of all work, and for each sample the cheapest exchange that its length and the capacity
   allow; and nothing is faster than a rank of the slowest sample's groups at that sample's best SP degrees. No
@@ -37,31 +28,32 @@ def lower_bound_s(
   lengths = np.asarray(lengths, np.int64)
   if not len(lengths):
     return 0.0
-  cost = CostModel(cluster, model)
+  cluster = costs.cluster
   tokens = float(lengths.sum()) / cluster.num_ranks
-  both = 1 + cost.linear_backward
-  own_s = tokens * cost.slot_s()
-  attention = {kind: _attention_bounds_s(lengths, cost, config, kind) for kind in (FULL, SPARSE)}
-  mean_s, longest_s = np.zeros(model.num_layers), np.zeros((model.num_layers, len(lengths)))
-  for layer, kind in enumerate(model.layer_kinds):
-    mean_s[layer], longest_s[layer] = attention[kind]
-    mean_s[layer] += tokens * both * cost.routed_s(layer)
-    if model.has_experts(layer):
-      mean_s[layer] += 4 * tokens * cost.expert_bytes_per_token() / cluster.intra_node_bytes_per_s
+  both = 1 + costs.linear_backward
+  own_s = tokens * costs.slot_s
+  of_layer: list[tuple[float, np.ndarray]] = []  # (mean over ranks, each sample's fastest group)
+  for layer in costs.layers:
+    mean_s, longest_s = _attention_bounds_s(lengths, costs, config, layer.attention_s)
+    mean_s += tokens * both * layer.routed_s
+    if layer.has_experts:
+      mean_s += 4 * tokens * costs.expert_bytes_per_token / cluster.intra_node_bytes_per_s
+    of_layer.append((mean_s, longest_s))
   if cluster.prefetch_layers == 0 and cluster.domains == 1:
-    return own_s + float(np.maximum(mean_s, longest_s.max(axis=1)).sum())
-  return own_s + max(float(mean_s.sum()), float(longest_s.sum(axis=0).max()))
+    return own_s + sum(max(mean_s, float(longest_s.max())) for mean_s, longest_s in of_layer)
+  mean_s = sum(mean_s for mean_s, _ in of_layer)
+  return own_s + max(mean_s, float(sum(longest_s for _, longest_s in of_layer).max()))
 
 
 def _attention_bounds_s(
-  lengths: np.ndarray, cost: CostModel, config: PlannerConfig, kind: str
+  lengths: np.ndarray, costs: Costs, config: PlannerConfig, attention_s: OfLengths
 ) -> tuple[float, np.ndarray]:
   """Attention and its exchanges in one layer, both passes: (mean over ranks, each sample's fastest group)."""
-  core_s = (1 + ATTENTION_BACKWARD_OVER_FORWARD) * cost.attention_s(lengths, kind)
+  core_s = (1 + costs.attention_backward) * attention_s(lengths)
   cheapest, best = np.full(len(lengths), np.inf), np.full(len(lengths), np.inf)
-  for degree in allowed_sp_degrees(cost.cluster, cost.model, config):
+  for degree in costs.degrees(config):
     fits = lengths <= degree * config.capacity_tokens
-    exchange_s = 2 * lengths * cost.exchange_s(degree)
+    exchange_s = 2 * lengths * costs.exchange_s(degree)
     cheapest = np.where(fits, np.minimum(cheapest, exchange_s), cheapest)
     best = np.where(fits, np.minimum(best, (core_s + exchange_s) / degree), best)
-  return float((core_s + cheapest).sum()) / cost.cluster.num_ranks, best
+  return float((core_s + cheapest).sum()) / costs.cluster.num_ranks, best

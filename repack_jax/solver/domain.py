@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.config import FULL, SPARSE
-from repack_jax.plan.plan import Group
-from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD, CostModel, bytes_per_peer
+from repack_jax.plan.plan import CHILDREN, PARENTS, Group
+from repack_jax.predict.costs import Costs
 from repack_jax.solver import search
 
 # Effort. Short samples are searched in bundles of a rank's mean tokens over _BUNDLES (over _SMALL_BUNDLES
@@ -46,10 +45,10 @@ class Domain:
     widest: int,
     capacity_tokens: int,
     row_tokens: int,
-    cost: CostModel,
+    costs: Costs,
   ):
     self.samples, self._widest, self._row_tokens = samples, widest, row_tokens
-    self._problem = _problem(lengths[samples], capacity_tokens, cost)
+    self._problem = _problem(lengths[samples], capacity_tokens, costs)
 
   def static(self, degree: int) -> Layouts | None:
     """Groups of one degree for everything; None where the samples don't fit."""
@@ -144,22 +143,21 @@ class Domain:
     return [tuple(part.tolist()) for part in np.split(self.samples[order], edges[:-1])[1:]]
 
 
-def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> search.Problem:
-  """Seconds of forward and backward pass of layers, mean over the layers of a kind."""
-  model, cluster = cost.model, cost.cluster
-  layers = range(model.num_layers)
-  both = 1.0 + cost.linear_backward
-  attention = 1.0 + ATTENTION_BACKWARD_OVER_FORWARD
+def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> search.Problem:
+  """Seconds of forward and backward pass of layers, mean over the layers of a layout."""
+  cluster, layers = costs.cluster, costs.layers
+  both = 1.0 + costs.linear_backward
+  attention = 1.0 + costs.attention_backward
   degrees = 2 ** np.arange(cluster.domain_ranks.bit_length())
-  peer_bytes = 2.0 * bytes_per_peer(model, np.minimum(degrees, model.num_heads))
-  routed_s = sum(cost.routed_s(layer) for layer in layers) / model.num_layers
-  full_s, sparse_s = (attention * cost.attention_s(tokens, kind) for kind in (FULL, SPARSE))
-  of_kind = {kind: model.layer_kinds.count(kind) for kind in (FULL, SPARSE)}
-  step_s = of_kind[FULL] * full_s + of_kind[SPARSE] * sparse_s + tokens * both * routed_s * model.num_layers
+  peer_bytes = 2.0 * costs.wire.bytes_per_peer(np.minimum(degrees, costs.wire.result_heads))
+  routed_s = sum(layer.routed_s for layer in layers) / len(layers)
+  full_s, sparse_s = (attention * costs.attention_s(tokens, layout) for layout in (PARENTS, CHILDREN))
+  full_layers, sparse_layers = (costs.layers_in(layout) for layout in (PARENTS, CHILDREN))
+  step_s = full_layers * full_s + sparse_layers * sparse_s + tokens * both * routed_s * len(layers)
   token_share, full_share, sparse_share, step_share = (
     values / max(values.sum(), 1e-300) for values in (tokens, full_s, sparse_s, step_s)
   )
-  expert_bytes = 4 * cost.expert_bytes_per_token() * any(model.has_experts(layer) for layer in layers)
+  expert_bytes = 4 * costs.expert_bytes_per_token * any(layer.has_experts for layer in layers)
   return search.Problem(
     tokens=tokens.astype(np.float64),
     full_s=full_s,
@@ -175,13 +173,13 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> searc
     solo_slack=0.0,
     intra_s=peer_bytes / cluster.intra_node_bytes_per_s,
     inter_s=peer_bytes / cluster.inter_node_bytes_per_s,
-    latency_s=np.array([2 * cost.exchange_latency_s(int(degree)) for degree in degrees]),
-    own_s=cost.slot_s(),
+    latency_s=np.array([2 * costs.exchange_latency_s(int(degree)) for degree in degrees]),
+    own_s=costs.slot_s,
     routed_s=both * routed_s,
-    routed_spread=cost.expert_ranks > 1,
+    routed_spread=costs.expert_ranks > 1,
     expert_exchange_s=expert_bytes / cluster.intra_node_bytes_per_s,
-    full_layers=of_kind[FULL],
-    sparse_layers=of_kind[SPARSE],
+    full_layers=full_layers,
+    sparse_layers=sparse_layers,
     all_meet=cluster.prefetch_layers == 0,
   )
 

@@ -1,6 +1,6 @@
 """The best plan of a small batch, found by CP-SAT: what the fast planner is measured against.
 
-This and `exact_program.py` alone need OR-tools (`pip install ortools`); nothing else of the package imports
+This and `exact_program.py` alone need OR-tools (`pip install 'repack-jax[exact]'`); nothing else of the package imports
 them.
 """
 
@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import numpy as np
 from ortools.sat.python import cp_model
 
-from repack_jax.config import ModelConfig, PlannerConfig
-from repack_jax.config.cluster import ClusterConfig
+from repack_jax.config.run import PlannerConfig
 from repack_jax.plan.plan import Group, Plan
-from repack_jax.predict.cost_model import CostModel
+from repack_jax.predict.costs import Costs
 from repack_jax.predict.plan_times import predicted_s
 from repack_jax.solver.exact_program import Block, Program
 from repack_jax.solver.solve import solve
@@ -24,13 +23,12 @@ _STOP = 1e-5  # the relative gap at which the search is done
 
 def exact(
   lengths: Sequence[int] | np.ndarray,
-  cluster: ClusterConfig,
-  model: ModelConfig,
+  costs: Costs,
   config: PlannerConfig,
   limit_s: float = 60.0,
   num_search_workers: int = 2,
 ) -> tuple[Plan, bool]:
-  """The best plan of a batch in one micro-batch of one domain, by `timing.predicted_s`; whether it is proven.
+  """Returns the best plan of a batch in one micro-batch of one domain, by `predicted_s`; whether it is proven.
 
   It is at most as slow as what `solve` finds, which the search starts from. What is proven has tokens as
   divisible where `predicted_s` rounds those of a rank, but for its slots, and is within 1e-5 of the optimum.
@@ -46,15 +44,14 @@ def exact(
       or were not made to within the limit; SampleTooLong and PlanError as `solve`.
   """
   lengths = np.asarray(lengths, np.int64)
-  if cluster.domains != 1:
-    raise ValueError(f'ClusterConfig.domains = {cluster.domains}: exact plans are of one domain')
+  if costs.cluster.domains != 1:
+    raise ValueError(f'ClusterConfig.domains = {costs.cluster.domains}: exact plans are of one domain')
   if config.mode not in ('parents', 'solve'):
     raise ValueError(f"PlannerConfig.mode = {config.mode!r}: exact plans are of mode 'parents' or 'solve'")
   if not len(lengths):
     raise ValueError('no samples: an empty batch has no plan')
-  plans = solve(lengths, cluster, model, config)
-  cost = CostModel(cluster, model)
-  program = Program(lengths, cost, config)
+  plans = list(solve(lengths, costs, config).plans)
+  program = Program(lengths, costs, config)
   if len(plans) == 1:
     _hint(program, plans[0])
   else:
@@ -68,13 +65,13 @@ def exact(
   solver.parameters.presolve_inclusion_work_limit = 0
   status = solver.solve(program.model)
   if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-    plans.append(_plan(program, solver).validate(model.num_heads, model.num_kv_heads))
+    plans.append(_plan(program, solver).validate(costs.wire))
   if not plans:
     why = 'do not fit' if status == cp_model.INFEASIBLE else f'were not made to fit within {limit_s:g} s'
     raise ValueError(f'{len(lengths)} samples of {lengths.sum()} tokens {why} into one micro-batch')
-  best = min(plans, key=lambda plan: predicted_s(plan, cost))
+  best = min(plans, key=lambda plan: predicted_s(plan, costs))
   # A claim above what is at hand would be such a lost optimum.
-  right = solver.objective_value * program.unit_s <= predicted_s(best, cost) * (1 + 2 * _STOP)
+  right = solver.objective_value * program.unit_s <= predicted_s(best, costs) * (1 + 2 * _STOP)
   return best, status == cp_model.OPTIMAL and right
 
 
@@ -137,7 +134,7 @@ def _plan(program: Program, solver: cp_model.CpSolver) -> Plan:
   for (s, rank), way in program.solo.items():
     if solver.boolean_value(way):
       alone.setdefault(rank, []).append(int(program.order[s]))
-  cluster, config = program.cost.cluster, program.config
+  cluster, config = program.costs.cluster, program.config
   plan = Plan(
     sample_ids=tuple(range(len(program.lengths))),
     lengths=tuple(program.lengths.tolist()),

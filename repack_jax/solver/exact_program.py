@@ -5,15 +5,15 @@ Seconds are whole numbers of `Program.unit_s`.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 from ortools.sat.python import cp_model
 
-from repack_jax.config import FULL, SPARSE, PlannerConfig, allowed_sp_degrees
-from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD, CostModel, bytes_per_peer
+from repack_jax.config.run import PlannerConfig
+from repack_jax.plan.plan import CHILDREN, PARENTS
+from repack_jax.predict.costs import Costs, LayerCosts
 from repack_jax.solver.bounds import lower_bound_s
 
 _UNITS = 1e9  # what the lower bound is worth
@@ -47,7 +47,7 @@ class Groups(NamedTuple):
 
 
 class Program:
-  """Blocks chosen as children and parents, samples put in them or solo, and `timing.predicted_s` of that.
+  """Blocks chosen as children and parents, samples put in them or solo, and `predicted_s` of that.
 
   Samples are numbered longest first. A block that is not chosen takes no time, so the times of all blocks
   around a rank add up to that of its group. That sum, rather than each block alone, bounds a layer: this is
@@ -59,13 +59,13 @@ class Program:
     solo: whether a sample is on a rank alone, by (sample, rank); empty where the mode does not allow it.
   """
 
-  def __init__(self, lengths: np.ndarray, cost: CostModel, config: PlannerConfig):
-    self.lengths, self.cost, self.config = lengths, cost, config
+  def __init__(self, lengths: np.ndarray, costs: Costs, config: PlannerConfig):
+    self.lengths, self.costs, self.config = lengths, costs, config
     self.order = np.argsort(-lengths, kind='stable')
     self.tokens = [int(tokens) for tokens in lengths[self.order]]
     self.samples = range(len(lengths))
-    self.ranks = range(cost.cluster.domain_ranks)
-    degrees = allowed_sp_degrees(cost.cluster, cost.model, config)
+    self.ranks = range(costs.cluster.domain_ranks)
+    degrees = costs.degrees(config)
     self.blocks = [Block(first, size) for size in degrees for first in self.ranks[::size]]
     self.around = [[b for b in self.blocks if rank in b.ranks] for rank in self.ranks]
     self.model = cp_model.CpModel()
@@ -101,7 +101,7 @@ class Program:
     """Children lie in parents, which hold their samples; one wider than a node is its parent."""
     model, parent, child = self.model, self.parents.chosen, self.children.chosen
     for b in self.blocks:
-      if b.size > self.cost.cluster.ranks_per_node:
+      if b.size > self.costs.cluster.ranks_per_node:
         model.add_implication(child[b], parent[b])
       else:
         model.add_bool_or([~child[b], *(parent[p] for p in self.blocks if p.holds(b))])
@@ -145,26 +145,22 @@ class Program:
   # --- seconds, in units --------------------------------------------------------------------------------
 
   def _minimize(self) -> None:
-    cost, model = self.cost, self.cost.model
-    slot_s = cost.slot_s()
+    costs = self.costs
     # A unit that divides the seconds of a slot: the others are of whole samples and round well.
-    slot_units = max(
-      1, round(slot_s / lower_bound_s(self.lengths, cost.cluster, model, self.config) * _UNITS)
-    )
-    self.unit_s = slot_s / slot_units
+    slot_units = max(1, round(costs.slot_s / lower_bound_s(self.lengths, costs, self.config) * _UNITS))
+    self.unit_s = costs.slot_s / slot_units
     total: cp_model.LinearExpr = slot_units * self._slots()
     exchange = {
-      FULL: {p: self._exchange(p) for p in self.blocks},
-      SPARSE: {b: self._even_exchange(self.children, b) for b in self.blocks},
+      PARENTS: {p: self._exchange(p) for p in self.blocks},
+      CHILDREN: {b: self._even_exchange(self.children, b) for b in self.blocks},
     }
-    experts = self._experts() if model.num_experts else {}
-    sorts = Counter((kind, model.has_experts(layer)) for layer, kind in enumerate(model.layer_kinds))
-    for (kind, has_experts), count in sorts.items():
+    for number, (layer, count) in enumerate(costs.sorts.items()):
+      experts = self._experts(layer) if layer.has_experts else {}
       for backward in (False, True):
-        meets = self._attention(kind, backward, exchange[kind])
-        if has_experts:
+        meets = self._attention(layer, backward, exchange[layer.layout])
+        if layer.has_experts:
           meets = [a + b for a, b in zip(meets, experts[backward], strict=True)]
-        total += count * self._largest(f'{kind}{has_experts}{backward}', meets)
+        total += count * self._largest(f'sort {number} {backward}', meets)
     self.model.minimize(total)
 
   def _units(self, seconds: float) -> int:
@@ -208,21 +204,21 @@ class Program:
 
   def _even_exchange(self, groups: Groups, b: Block) -> cp_model.LinearExpr:
     """Both exchanges of a group whose ranks hold the same, without latency."""
-    units = [self._units(tokens * self.cost.exchange_s(b.size) / b.size) for tokens in self.tokens]
+    units = [self._units(tokens * self.costs.exchange_s(b.size) / b.size) for tokens in self.tokens]
     return cp_model.LinearExpr.weighted_sum([groups.member[s, b] for s in self.samples], units)
 
   def _exchange(self, p: Block) -> cp_model.LinearExpr:
-    """Both exchanges of a parent, without latency: what its ranks send or receive at most, as in `timing`."""
-    cluster, node = self.cost.cluster, self.cost.cluster.ranks_per_node
+    """Both exchanges of a parent, without latency: what its ranks send or receive at most, as in `plan_times`."""
+    cluster, node = self.costs.cluster, self.costs.cluster.ranks_per_node
     even = self._even_exchange(self.parents, p)  # the mean, so never more
     if p.size == 1 or self.parents is self.children:
       return even
-    sent = float(bytes_per_peer(self.cost.model, p.size))
+    sent = float(self.costs.wire.bytes_per_peer(p.size))
     everyone = frozenset(p.ranks)
     moves: dict[tuple[frozenset[int], float], None] = {}  # (whose tokens, seconds of each), each once
     for rank in p.ranks:
       near = everyone.intersection(range(rank - rank % node, rank - rank % node + node))
-      moves[frozenset([rank]), self.cost.exchange_s(p.size)] = None
+      moves[frozenset([rank]), self.costs.exchange_s(p.size)] = None
       moves[near - {rank}, sent / cluster.intra_node_bytes_per_s] = None
       moves[everyone - near, sent / cluster.inter_node_bytes_per_s] = None
     seconds = self._largest(f'exchange{p}', [even])
@@ -232,16 +228,16 @@ class Program:
     return seconds
 
   def _attention(
-    self, kind: str, backward: bool, exchange: dict[Block, cp_model.LinearExpr]
+    self, layer: LayerCosts, backward: bool, exchange: dict[Block, cp_model.LinearExpr]
   ) -> list[cp_model.LinearExpr]:
     """Attention of each rank in one pass of a layer: its group's and its solo samples'."""
-    groups = self.parents if kind == FULL else self.children
-    factor = ATTENTION_BACKWARD_OVER_FORWARD if backward else 1.0
-    core_s = (factor * self.cost.attention_s(np.array(self.tokens), kind)).tolist()
+    groups = self.parents if layer.layout == PARENTS else self.children
+    factor = self.costs.attention_backward if backward else 1.0
+    core_s = (factor * layer.attention_s(np.array(self.tokens))).tolist()
     of_block = {}
     for b in self.blocks:
       core = [self._units(seconds / b.size) for seconds in core_s]
-      latency = self._units(self.cost.exchange_latency_s(b.size)) * groups.chosen[b]
+      latency = self._units(self.costs.exchange_latency_s(b.size)) * groups.chosen[b]
       members = [groups.member[s, b] for s in self.samples]
       of_block[b] = cp_model.LinearExpr.weighted_sum(members, core) + exchange[b] + latency
     alone = [
@@ -252,19 +248,18 @@ class Program:
       for around, solo in zip(self.around, alone, strict=True)
     ]
 
-  def _experts(self) -> dict[bool, list[cp_model.LinearExpr]]:
+  def _experts(self, layer: LayerCosts) -> dict[bool, list[cp_model.LinearExpr]]:
     """backward -> what each rank waits for beside attention in a layer with experts, one pass."""
-    cost, node = self.cost, self.cost.cluster.ranks_per_node
-    routed_s = cost.routed_s(cost.model.num_layers - 1)  # of dense layers, which come first, it is 0
-    passes = ((False, routed_s), (True, cost.linear_backward * routed_s))
-    if cost.expert_ranks == 1:
+    costs, node = self.costs, self.costs.cluster.ranks_per_node
+    passes = ((False, layer.routed_s), (True, costs.linear_backward * layer.routed_s))
+    if costs.expert_ranks == 1:
       return {way: [self._held([rank], s, with_solo=True) for rank in self.ranks] for way, s in passes}
-    token_s = 2 * cost.expert_bytes_per_token() / cost.cluster.intra_node_bytes_per_s
+    token_s = 2 * costs.expert_bytes_per_token / costs.cluster.intra_node_bytes_per_s
     times: dict[bool, list[cp_model.LinearExpr]] = {False: [], True: []}
     for first in self.ranks[::node]:
       ranks = range(first, first + node)
       held = (self._held([rank], token_s, with_solo=True) for rank in ranks)
-      exchange = self._largest(f'experts{first}', held) + self._units(2 * cost.cluster.intra_node_latency_s)
+      exchange = self._largest(f'experts{first}', held) + self._units(2 * costs.cluster.intra_node_latency_s)
       for way, seconds in passes:
         times[way] += [exchange + self._held(ranks, seconds / node, with_solo=True)] * node
     return times

@@ -2,58 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.config import FULL, ModelConfig, PlannerConfig, allowed_sp_degrees
-from repack_jax.config.cluster import ClusterConfig
-from repack_jax.plan.plan import Group, Plan, PlanError
-from repack_jax.predict.cost_model import CostModel, row_tokens
-from repack_jax.predict.simulator import simulate
+from repack_jax.config.run import PlannerConfig
+from repack_jax.plan.plan import PARENTS, Group, Plan, PlanError
+from repack_jax.predict.costs import Costs
+from repack_jax.predict.simulator import Simulated, simulate
 from repack_jax.solver.domain import Domain, Layouts
 from repack_jax.solver.search import fill_bins
+
+BASELINE = 'parents'  # the mode that is the same system with repacking disabled
 
 
 class SampleTooLong(ValueError):
   """A sample that the widest group cannot hold."""
 
 
-def static_degree(degrees: Sequence[int], capacity_tokens: int, longest_tokens: int) -> int:
-  """The smallest SP degree whose group holds the longest sample."""
-  return next(p for p in degrees if p * capacity_tokens >= longest_tokens)
+@dataclass(frozen=True)
+class Solution:
+  """The plans of a batch, and those that it would have with repacking disabled.
+
+  Attributes:
+    plans: one a micro-batch; every sample is in exactly one.
+    simulated: the step that they make.
+    baseline_plans, baseline_simulated: the same of mode `parents`.
+  """
+
+  plans: tuple[Plan, ...]
+  simulated: Simulated
+  baseline_plans: tuple[Plan, ...]
+  baseline_simulated: Simulated
 
 
-def solve(
-  lengths: Sequence[int] | np.ndarray, cluster: ClusterConfig, model: ModelConfig, config: PlannerConfig
-) -> list[Plan]:
-  """Plans for a batch, one a micro-batch; every sample is in exactly one. No plans for an empty batch.
+def solve(lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConfig) -> Solution:
+  """Returns the plans of a batch, as few micro-batches as are found to hold it; no plans for an empty one.
 
   By the simulator, no plan of mode `repack` or `solve` is slower than that of the same samples in mode
   `parents`.
 
   Args:
     lengths: tokens of each sample of the batch, at least 1.
+    costs: what costs what, and on what cluster.
     config: its `mode` says which layouts are allowed.
 
   Raises:
     SampleTooLong: where a sample exceeds the widest group's capacity.
-    PlanError: where a length is below 1.
+    PlanError: where a length is below 1, or the capacity is no multiple of the tokens that fill a row.
   """
   lengths = np.asarray(lengths, np.int64)
-  if not len(lengths):
-    return []
-  degrees = allowed_sp_degrees(cluster, model, config)
-  _check_lengths(lengths, degrees[-1], config.capacity_tokens)
-  batch = _Batch(lengths, cluster, model, config, degrees)
-  domain_tokens = cluster.domain_ranks * config.capacity_tokens
-  num_plans = max(1, -(-int(lengths.sum()) // (cluster.domains * domain_tokens)))
-  while (plans := batch.plans(num_plans)) is None:
-    num_plans += 1
-  return [plan.validate(model.num_heads, model.num_kv_heads) for plan in plans]
+  _check_lengths(lengths, costs.degrees(config)[-1], config.capacity_tokens)
+  batch = _Batch(lengths, costs, config)
+  plans, baseline = batch.solve()
+  if config.mode not in ('repack', 'solve'):
+    baseline = plans
+  if config.mode == 'static':
+    baseline, _ = _Batch(lengths, costs, dataclasses.replace(config, mode=BASELINE)).solve()
+  simulated, baseline_simulated = batch.simulated(plans), batch.simulated(baseline)
+  # What was a candidate of the mode is planned as the mode `parents` plans it.
+  baseline = [dataclasses.replace(plan, mode=BASELINE) for plan in baseline]
+  for plan in plans:
+    plan.validate(costs.wire)
+  return Solution(tuple(plans), simulated, tuple(baseline), baseline_simulated)
 
 
 def _check_lengths(lengths: np.ndarray, widest: int, capacity_tokens: int) -> None:
+  if not len(lengths):
+    return
   if lengths.min() < 1:
     sample = int(lengths.argmin())
     raise PlanError(f'sample {sample} has length {lengths[sample]}; lengths are at least 1 token')
@@ -68,24 +86,38 @@ def _check_lengths(lengths: np.ndarray, widest: int, capacity_tokens: int) -> No
 class _Batch:
   """The samples of a step, and their plans for a number of micro-batches."""
 
-  def __init__(
-    self,
-    lengths: np.ndarray,
-    cluster: ClusterConfig,
-    model: ModelConfig,
-    config: PlannerConfig,
-    degrees: Sequence[int],
-  ):
-    self.row_tokens = row_tokens(cluster, model, config)
-    self.lengths, self.cluster, self.config, self.degrees = lengths, cluster, config, degrees
-    self.cost = CostModel(cluster, model)
+  def __init__(self, lengths: np.ndarray, costs: Costs, config: PlannerConfig):
+    self.lengths, self.costs, self.cluster, self.config = lengths, costs, costs.cluster, config
+    self.degrees = costs.degrees(config)
+    self.row_tokens = costs.wire.row_tokens(self.degrees[-1], costs.cluster.wire_row_bytes)
     self.longest_first = np.argsort(-lengths, kind='stable')
+    self._simulated: dict[tuple[int, ...], tuple[tuple[Plan, ...], Simulated]] = {}
 
-  def plans(self, num_plans: int) -> list[Plan] | None:
-    """One plan a micro-batch; None where the samples don't fit into so many."""
+  def solve(self) -> tuple[list[Plan], list[Plan]]:
+    """The plans of the mode, and those of the same micro-batches with repacking disabled where it knows them."""
+    if not len(self.lengths):
+      return [], []
+    room = self.cluster.num_ranks * self.config.capacity_tokens
+    num_plans = max(1, -(-int(self.lengths.sum()) // room))
+    while (found := self.plans(num_plans)) is None:
+      num_plans += 1
+    plans, baseline = zip(*found, strict=True)
+    return list(plans), [plan for plan in baseline if plan is not None]
+
+  def simulated(self, plans: Iterable[Plan]) -> Simulated:
+    """The step of these plans, played once."""
+    plans = tuple(plans)
+    key = tuple(map(id, plans))  # the plans are kept beside the result, so ids stay theirs
+    if key not in self._simulated:
+      self._simulated[key] = plans, simulate(self.costs, plans)
+    return self._simulated[key][1]
+
+  def plans(self, num_plans: int) -> list[tuple[Plan, Plan | None]] | None:
+    """(plan, plan with repacking disabled) of each micro-batch; None where the samples don't fit so many."""
     domains = self.cluster.domains
-    tokens = self.lengths[self.longest_first].astype(np.float64)
-    work_s = self.cost.attention_s(self.lengths[self.longest_first], FULL)
+    sorted_lengths = self.lengths[self.longest_first]
+    tokens = sorted_lengths.astype(np.float64)
+    work_s = self.costs.attention_s(sorted_lengths, PARENTS)
     bins = num_plans * domains
     bin_of = np.zeros(len(tokens), np.int64)
     room = self.cluster.domain_ranks * self.config.capacity_tokens
@@ -97,33 +129,42 @@ class _Batch:
     )
     plans = []
     for first in range(0, bins, domains):
-      plan = self._plan([self._domain(samples) for samples in by_bin[first : first + domains]])
-      if plan is None:
+      found = self._plan([self._domain(samples) for samples in by_bin[first : first + domains]])
+      if found is None:
         return None
-      plans.append(plan)
+      plans.append(found)
     return plans
 
   def _domain(self, samples: np.ndarray) -> Domain:
     capacity, row = self.config.capacity_tokens, self.row_tokens
-    return Domain(samples, self.lengths, self.degrees[-1], capacity, row, self.cost)
+    return Domain(samples, self.lengths, self.degrees[-1], capacity, row, self.costs)
 
-  def _plan(self, domains: list[Domain]) -> Plan | None:
-    """The plan of a micro-batch in the config's mode: the fastest by prediction of those it allows."""
+  def _plan(self, domains: list[Domain]) -> tuple[Plan, Plan | None] | None:
+    """The plan of a micro-batch in the config's mode: the fastest by prediction of those it allows.
+
+    And the one with repacking disabled.
+    """
     mode, config = self.config.mode, self.config
     if mode == 'static':
       longest = int(self.lengths.max())
-      degree = config.static_sp_degree or static_degree(self.degrees, config.capacity_tokens, longest)
-      return self._built(domains, [domain.static(degree) for domain in domains])
+      degree = config.static_sp_degree or config.smallest_degree(self.degrees, longest)
+      plan = self._built(domains, [domain.static(degree) for domain in domains])
+      return plan and (plan, None)
     pairs = [(domain, found) for domain in domains if (found := domain.parents()) is not None]
     if len(pairs) < len(domains):
       return None
-    candidates: list[list[Layouts | None]] = [[domain.disabled(found) for domain, found in pairs]]
+    disabled = self._built(domains, [domain.disabled(found) for domain, found in pairs])
+    if disabled is None:
+      return None
+    candidates: list[Plan | None] = [disabled]
     if mode == 'repack':
-      candidates.append([domain.repack(found) for domain, found in pairs])
+      candidates.append(self._built(domains, [domain.repack(found) for domain, found in pairs]))
     if mode == 'solve':
-      candidates.append([domain.solve() for domain in domains])
-    plans = [plan for layouts in candidates if (plan := self._built(domains, layouts)) is not None]
-    return min(plans, key=lambda plan: simulate(self.cost, [plan]).step_s)
+      candidates.append(self._built(domains, [domain.solve() for domain in domains]))
+    plans = [plan for plan in candidates if plan is not None]
+    if len(plans) == 1:
+      return disabled, disabled
+    return min(plans, key=lambda plan: self.simulated([plan]).step_s), disabled
 
   def _built(self, domains: list[Domain], layouts: Sequence[Layouts | None]) -> Plan | None:
     """A plan from each domain's layouts; None where one has none."""

@@ -15,6 +15,7 @@ from typing import Any
 import orbax.checkpoint as ocp
 
 from repack_jax.checks import ConfigError
+from repack_jax.training.loop import Position
 
 log = logging.getLogger(__name__)
 
@@ -35,15 +36,18 @@ class Checkpoints:
     """Steps done at the latest complete checkpoint, None where there is none."""
     return self._manager.latest_step()
 
-  def save(self, step: int, state: Any, data_state: dict[str, int]) -> None:
-    """Copies the state off the devices and writes it in the background. No-op if this step is saved."""
-    if self.latest_step == step:
+  def save(self, position: Position) -> None:
+    """Copies the state off the devices and writes it in the background.
+
+    Does nothing where no step was done or this one is saved.
+    """
+    if position.data_state is None or self.latest_step == position.done:
       return
     parts = ocp.args.Composite(
-      state=ocp.args.StandardSave(state),
-      data=ocp.args.JsonSave(data_state),
+      state=ocp.args.StandardSave(position.state),
+      data=ocp.args.JsonSave(position.data_state),
     )
-    self._manager.save(step, args=parts)
+    self._manager.save(position.done, args=parts)
 
   def restore(self, shapes: Any) -> tuple[Any, dict[str, int]]:
     """The latest checkpoint as (state, data state).

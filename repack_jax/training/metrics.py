@@ -4,75 +4,82 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from repack_jax.config import FULL, RunConfig
+from repack_jax.config.run import RunConfig
+from repack_jax.plan.plan import PARENTS
 from repack_jax.predict import flops
-from repack_jax.training.planned_steps import PlannedStep
+from repack_jax.training.loop import StepDone
 
 Record = dict[str, Any]
 
 
-def step_record(
-  run: RunConfig,
-  step: int,
-  planned: PlannedStep,
-  measured: Mapping[str, float],
-  step_s: float,
-  data_wait_s: float,
-  compiles: int,
-) -> Record:
-  """What `metrics.jsonl` holds of a step.
+def _children(step: StepDone) -> dict[str, int]:
+  sizes = sum((Counter(plan.child_sizes()) for plan in step.planned.plans), Counter[int]())
+  return {str(size): count for size, count in sorted(sizes.items())}
 
-  Args:
-    step: steps done, this one included.
-    measured: what the devices returned: loss, grad_norm, learning_rate, balance, router_z, dropped.
-    step_s: from having the step's arrays to having its metrics. A step that compiles includes that.
-  """
-  plans = planned.plans
-  tokens = planned.batch.num_tokens
-  slots = sum(plan.num_ranks * plan.capacity_tokens for plan in plans)
-  most = sum(int(plan.rank_tokens.max()) for plan in plans)
-  mean = sum(float(plan.rank_tokens.mean()) for plan in plans)
-  children = sum((Counter(plan.child_sizes()) for plan in plans), Counter())
-  record = {
-    'step': step,
-    'loss': float(measured['loss']),
-    'grad_norm': float(measured['grad_norm']),
-    'lr': float(measured['learning_rate']),
-    'tokens': tokens,
-    'target_tokens': planned.target_tokens,
-    'padding_fraction': 1 - tokens / slots,
-    'tokens_per_s': tokens / (step_s + data_wait_s),
-    'step_s': step_s,
-    'plan_s': planned.plan_s,
-    'data_wait_s': data_wait_s,
-    'imbalance': most / mean,
-    'widest_parent': max(plan.widest(FULL) for plan in plans),
-    'children': {str(size): count for size, count in sorted(children.items())},
-    'solo_tokens': sum(int((plan.rank_tokens - plan.shared_tokens).sum()) for plan in plans),
-    'predicted_s': planned.predicted_s,
-    'predicted_s_disabled': planned.predicted_s_disabled,
-    'cross_node_bytes': planned.cross_node_bytes,
-    'cross_node_bytes_disabled': planned.cross_node_bytes_disabled,
-    'compiles': compiles,
-    'mode': run.planner.mode,
-    'plan_digest': planned.plan_digest,
-    'micro_batches': len(plans),
-    'epoch': planned.batch.epoch,
-    'balance_loss': float(measured['balance']),
-    'router_z_loss': float(measured['router_z']),
-    'dropped_assignments': int(measured['dropped']),
-  }
+
+def _imbalance(step: StepDone) -> float:
+  most = sum(int(plan.rank_tokens.max()) for plan in step.planned.plans)
+  return most / sum(float(plan.rank_tokens.mean()) for plan in step.planned.plans)
+
+
+def _padding_fraction(step: StepDone) -> float:
+  return 1 - step.planned.batch.num_tokens / sum(
+    plan.num_ranks * plan.capacity_tokens for plan in step.planned.plans
+  )
+
+
+def _solo_tokens(step: StepDone) -> int:
+  return sum(int((plan.rank_tokens - plan.shared_tokens).sum()) for plan in step.planned.plans)
+
+
+# What `metrics.jsonl` holds of a step besides what the model and the optimizer report from the devices
+# (`Model.metrics` and `TrainStep`): name -> how it is had from the step.
+HOST_METRICS: dict[str, Callable[[StepDone], Any]] = {
+  'step': lambda step: step.position.done,
+  'tokens': lambda step: step.planned.batch.num_tokens,
+  'target_tokens': lambda step: step.planned.target_tokens,
+  'padding_fraction': _padding_fraction,
+  'tokens_per_s': lambda step: step.planned.batch.num_tokens / (step.step_s + step.wait_s),
+  'step_s': lambda step: step.step_s,
+  'plan_s': lambda step: step.planned.plan_s,
+  'data_wait_s': lambda step: step.wait_s,
+  'imbalance': _imbalance,
+  'widest_parent': lambda step: max(plan.widest(PARENTS) for plan in step.planned.plans),
+  'children': _children,
+  'solo_tokens': _solo_tokens,
+  'predicted_s': lambda step: step.planned.solution.simulated.step_s,
+  'predicted_s_disabled': lambda step: step.planned.solution.baseline_simulated.step_s,
+  'cross_node_bytes': lambda step: step.planned.cross_node_bytes,
+  'cross_node_bytes_disabled': lambda step: step.planned.cross_node_bytes_disabled,
+  'compiles': lambda step: step.compiles,
+  'plan_digest': lambda step: step.planned.plan_digest,
+  'micro_batches': lambda step: len(step.planned.plans),
+  'epoch': lambda step: step.planned.batch.epoch,
+}
+
+
+def step_record(run: RunConfig, step: StepDone) -> Record:
+  """Returns what `metrics.jsonl` holds of a step."""
+  record = {name: of(step) for name, of in HOST_METRICS.items()} | step.measured | {'mode': run.planner.mode}
   if run.cluster.peak_flops_per_s:
-    lengths = np.array([len(sample) for sample in planned.batch.samples])
+    lengths = np.array([len(sample) for sample in step.planned.batch.samples])
     work = flops.TRAIN_OVER_FORWARD * int(flops.sample_flops(run.model, lengths).sum())
-    record['mfu'] = work / (step_s * run.cluster.num_ranks * run.cluster.peak_flops_per_s)
+    record['mfu'] = work / (step.step_s * run.cluster.num_ranks * run.cluster.peak_flops_per_s)
   return record
+
+
+def status(record: Record) -> str:
+  """Returns a step in a few words, for a progress bar."""
+  return (
+    f'loss {record["loss"]:.3f}, {record["tokens_per_s"]:,.0f} tokens/s, '
+    f'padding {record["padding_fraction"]:.0%}, imbalance {record["imbalance"]:.2f}'
+  )
 
 
 class MetricsFile:
@@ -110,7 +117,7 @@ def _mean_loss(records: Sequence[Record]) -> float:
 
 
 def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
-  """The run in a few lines, for people; `data_counts` are the `SampleIndex.counts` of its data."""
+  """Returns the run in a few lines, for people; `data_counts` are the `SampleIndex.counts` of its data."""
   if not records:
     return 'no steps were run'
   last, tail = records[-1], records[-10:]

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from repack_jax.config import RunConfig
-from repack_jax.data.batches import Batch, Batcher
-from repack_jax.plan.arrays import HasTokens
-from repack_jax.plan.plan import Plan
-from repack_jax.predict.cost_model import CostModel, cross_node_bytes
-from repack_jax.predict.simulator import simulate
-from repack_jax.solver.compare import BASELINE, plan_lengths
+from repack_jax.config.run import RunConfig
+from repack_jax.data.batches import Batch
+from repack_jax.plan.arrays import NO_TARGET, PlanArrays, pack
+from repack_jax.plan.plan import Plan, Program
+from repack_jax.predict.cost_model import model_costs
+from repack_jax.solver import Solution, solve
+from repack_jax.training.hooks import Every, call_hooks
 
-PackAndPut = Callable[[Plan, Sequence[HasTokens]], Any]
-Draw = Callable[[int, Sequence[int]], None]
+ProgramOf = Callable[[Plan], Program]
+Put = Callable[[PlanArrays], Any]
 
 
 @dataclass(frozen=True)
@@ -25,61 +25,69 @@ class PlannedStep:
   """One optimizer step, ready to run.
 
   Attributes:
-    plans: one a micro-batch.
-    arrays: for each plan its packed arrays on the devices.
+    step: its number; the first is 1.
+    solution: its plans, and those with repacking disabled.
+    programs, arrays: for each plan what runs it, and its packed arrays on the devices.
     target_tokens: tokens of the batch that have a target.
     plan_s: seconds that planning and packing took.
-    predicted_s, cross_node_bytes: what the simulator gives for these plans by the config's rates, and what
-      their exchanges send between nodes.
-    predicted_s_disabled, cross_node_bytes_disabled: the same with repacking disabled (mode `parents` on the
-      same batch).
+    cross_node_bytes, cross_node_bytes_disabled: what the plans' exchanges send between nodes, and what they
+      would with repacking disabled.
   """
 
+  step: int
   batch: Batch
-  plans: tuple[Plan, ...]
+  solution: Solution
+  programs: tuple[Program, ...]
   arrays: tuple[Any, ...]
   target_tokens: int
   plan_s: float
-  predicted_s: float
-  predicted_s_disabled: float
   cross_node_bytes: int
   cross_node_bytes_disabled: int
 
   @property
+  def plans(self) -> tuple[Plan, ...]:
+    """Returns the plans, one a micro-batch."""
+    return self.solution.plans
+
+  @property
   def plan_digest(self) -> str:
-    """One digest for all the step's plans; the plan's own where there is one."""
+    """Returns one digest for all the step's plans; the plan's own where there is one."""
     digests = [plan.digest() for plan in self.plans]
     return digests[0] if len(digests) == 1 else hashlib.sha256(''.join(digests).encode()).hexdigest()[:16]
 
 
 def planned_steps(
-  run: RunConfig, batcher: Batcher, pack_and_put: PackAndPut, draw: Draw | None = None
+  run: RunConfig,
+  batches: Iterable[Batch],
+  program_of: ProgramOf,
+  put: Put,
+  hooks: Sequence[Every[PlannedStep]] = (),
 ) -> Iterator[PlannedStep]:
-  """Endless: each batch of the batcher, planned and packed.
+  """Yields each batch, planned and packed.
 
   Args:
-    draw: called with a step's number and lengths every `TrainConfig.draw_every_steps`.
+    program_of, put: of the step that runs them: the program for a plan, and arrays to the devices.
+    hooks: called with steps as they are planned, in the thread that plans ahead.
   """
-  mode, every = run.planner.mode, run.train.draw_every_steps
-  cost = CostModel(run.cluster, run.model)
-  for batch in batcher:
-    lengths = [len(sample) for sample in batch.samples]
+  costs, planner = model_costs(run.cluster, run.model), run.batch_planner
+  for batch in batches:
     start = time.perf_counter()
-    plans = plan_lengths(run, lengths, mode)
-    arrays = tuple(pack_and_put(plan, batch.samples) for plan in plans)
-    plan_s = time.perf_counter() - start
-    disabled = plans if mode == BASELINE else plan_lengths(run, lengths, BASELINE)
-    step = batch.index + 1
-    if draw and every and step % every == 0:
-      draw(step, lengths)
-    yield PlannedStep(
-      batch=batch,
-      plans=tuple(plans),
-      arrays=arrays,
-      target_tokens=sum(int((sample.targets >= 0).sum()) for sample in batch.samples),
-      plan_s=plan_s,
-      predicted_s=simulate(cost, plans).step_s,
-      predicted_s_disabled=simulate(cost, disabled).step_s,
-      cross_node_bytes=sum(cross_node_bytes(plan, run.model) for plan in plans),
-      cross_node_bytes_disabled=sum(cross_node_bytes(plan, run.model) for plan in disabled),
+    solution = solve([len(sample) for sample in batch.samples], costs, planner)
+    programs = tuple(program_of(plan) for plan in solution.plans)
+    arrays = tuple(
+      put(pack(plan, batch.samples, program)) for plan, program in zip(solution.plans, programs, strict=True)
     )
+    plan_s = time.perf_counter() - start
+    planned = PlannedStep(
+      step=batch.index + 1,
+      batch=batch,
+      solution=solution,
+      programs=programs,
+      arrays=arrays,
+      target_tokens=sum(int((sample.targets != NO_TARGET).sum()) for sample in batch.samples),
+      plan_s=plan_s,
+      cross_node_bytes=sum(map(costs.cross_node_bytes, solution.plans)),
+      cross_node_bytes_disabled=sum(map(costs.cross_node_bytes, solution.baseline_plans)),
+    )
+    call_hooks(hooks, planned.step, planned)
+    yield planned

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +17,52 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from models.transformer import LossSums, init_parameters, loss_sums, parameter_specs
-from repack_jax.config import FULL, SPARSE, OptimizerConfig, RunConfig
-from repack_jax.parallel.mesh import ALL_AXES, RANK_BLOCKS, REPLICATED, sharding, with_platform
-from repack_jax.parallel.sharded import leaf_name, reduce_gradients
+from repack_jax.config.run import RunConfig
+from repack_jax.parallel.mesh import ALL_AXES, RANK_BLOCKS, REPLICATED, sharding
+from repack_jax.parallel.sharded import reduce_gradients, shard, specs
 from repack_jax.plan.arrays import PlanArrays, Route
-from repack_jax.plan.plan import Plan, Program
-from repack_jax.training.context import Contexts, scope_degrees
+from repack_jax.plan.plan import CHILDREN, PARENTS, Plan, Program
+from repack_jax.training.context import Implementations, StepContext
+from repack_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
 Tree = Any
+Metrics = dict[str, jax.Array]
+
+
+class Model(Protocol):
+  """What the step needs of a model. Losses are a tree of sums over tokens, the same on all ranks once summed."""
+
+  def init(self, seed: int) -> Tree:
+    """Returns float32 master weights. Traceable."""
+
+  def weights(self) -> Tree:
+    """Returns a `Weight` for each of them."""
+
+  def init_carry(self) -> Tree:
+    """Returns what the first step is given; later ones are given what the last one's losses make of it."""
+
+  def next_carry(self, losses: Tree) -> Tree:
+    """Returns what the next step is given, from a step's summed losses."""
+
+  def zero_losses(self) -> Tree:
+    """Returns losses of nothing."""
+
+  def metrics(self, losses: Tree, target_tokens: jax.Array) -> Metrics:
+    """Returns what is reported of a step's summed losses: scalars, by name."""
+
+  def loss_sums(
+    self, params: Tree, placed: Tree, carry: Tree, batch: PlanArrays, ctx: StepContext
+  ) -> tuple[jax.Array, Tree]:
+    """Runs this rank's block of a micro-batch, inside `shard_map`.
+
+    Args:
+      params: this rank's shards; `placed` has a `Sharded` for each.
+      carry: as `next_carry` made it.
+      batch: the rank's own arrays, without the axis of ranks.
+
+    Returns:
+      (the rank's own *sum* loss, not divided by anything; its losses).
+    """
 
 
 class TrainState(NamedTuple):
@@ -34,66 +71,21 @@ class TrainState(NamedTuple):
   Attributes:
     params: float32 master weights.
     optimizer: the state of optax.
-    expert_load: float32 [N, E], each expert's share of the last step's assignments.
+    carry: what the model hands from step to step.
     step: int32, steps done.
   """
 
   params: Tree
   optimizer: Tree
-  expert_load: jax.Array
+  carry: Tree
   step: jax.Array
 
 
 class Sums(NamedTuple):
-  """What a step's micro-batches add up to: gradients of the sum loss, and the loss's parts."""
+  """What a step's micro-batches add up to: gradients of the sum loss, and the losses."""
 
   grads: Tree
-  losses: LossSums
-
-
-class StepMetrics(NamedTuple):
-  """Of one step: means over its target tokens, and a count.
-
-  Attributes:
-    loss: cross entropy in nats. balance, router_z: the auxiliary losses, not weighted.
-    dropped: assignments without room at their expert.
-  """
-
-  loss: jax.Array
-  balance: jax.Array
-  router_z: jax.Array
-  grad_norm: jax.Array
-  learning_rate: jax.Array
-  dropped: jax.Array
-
-
-def learning_rate_schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-  """Linear warmup to the peak, then the decay of the config over the rest of the run."""
-  peak, final = config.learning_rate, config.learning_rate * config.final_learning_rate_fraction
-  decay_steps = max(1, steps - config.warmup_steps)
-  decay = {
-    'cosine': optax.cosine_decay_schedule(peak, decay_steps, config.final_learning_rate_fraction),
-    'linear': optax.linear_schedule(peak, final, decay_steps),
-    'constant': optax.constant_schedule(peak),
-  }[config.schedule]
-  if not config.warmup_steps:
-    return decay
-  warmup = optax.linear_schedule(peak / config.warmup_steps, peak, config.warmup_steps)
-  return optax.join_schedules([warmup, decay], [config.warmup_steps])
-
-
-def make_optimizer(config: OptimizerConfig, schedule: optax.Schedule) -> optax.GradientTransformation:
-  """AdamW after clipping by the global norm; norm scales are not decayed."""
-
-  def decayed(params: Tree) -> Tree:
-    return jax.tree_util.tree_map_with_path(lambda path, _: leaf_name(path) != 'scale', params)
-
-  return optax.chain(
-    optax.clip_by_global_norm(config.clip_norm),
-    optax.adamw(
-      schedule, config.beta1, config.beta2, config.eps, weight_decay=config.weight_decay, mask=decayed
-    ),
-  )
+  losses: Tree
 
 
 def _placed(shapes: Tree, shardings: Tree) -> Tree:
@@ -106,22 +98,23 @@ class TrainStep:
   """The compiled programs of a run on a mesh.
 
   Attributes:
-    run: the run with the mesh's platform in it; plans for this step are made from it.
-    specs: a PartitionSpec for each parameter.
+    placed: a `Sharded` for each parameter.
     traces: how often each program was traced, which is how often it was compiled.
   """
 
-  def __init__(self, run: RunConfig, mesh: Mesh):
-    run = with_platform(run, mesh)
-    self.run, self.mesh = run, mesh
-    self.contexts = Contexts(run, mesh)
-    self.specs = parameter_specs(run.model, self.contexts.expert_ranks, mesh)
+  def __init__(self, run: RunConfig, mesh: Mesh, model: Model):
+    self.run, self.mesh, self.model = run, mesh, model
+    self.chosen = Implementations.choose(run, mesh)
+    weights = model.weights()
+    shapes = jax.eval_shape(functools.partial(model.init, 0))
+    self.placed = shard(weights, shapes, self.chosen.expert_ranks, mesh)
     self.schedule = learning_rate_schedule(run.optimizer, run.train.steps)
-    self.optimizer = make_optimizer(run.optimizer, self.schedule)
+    self.optimizer = make_optimizer(run.optimizer, self.schedule, weights)
     self.traces: Counter[str] = Counter()
     self.state_shardings = self._state_shardings()
     replicated = sharding(mesh, REPLICATED)
-    self._sums_shardings = Sums(self.state_shardings.params, LossSums(*(replicated,) * len(LossSums._fields)))
+    losses = jax.tree.map(lambda _: replicated, jax.eval_shape(model.zero_losses))
+    self._sums_shardings = Sums(self.state_shardings.params, losses)
     self._accumulate = jax.jit(
       self._traced_accumulate,
       static_argnames=('program',),
@@ -137,35 +130,28 @@ class TrainStep:
   # --- state ----------------------------------------------------------------------------------------------
 
   def init_state(self) -> TrainState:
-    """The initial state, each rank holding its shards only."""
+    """Returns the initial state, each rank holding its shards only."""
     return jax.jit(self._initial_state, out_shardings=self.state_shardings)()
 
   def zero_sums(self) -> Sums:
+    """Returns the sums of no micro-batch."""
     return jax.jit(self._zero_sums, out_shardings=self._sums_shardings)()
 
   def state_shapes(self) -> TrainState:
-    """Shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
+    """Returns shapes, dtypes and shardings of the state: what a checkpoint is restored into."""
     return _placed(jax.eval_shape(self._initial_state), self.state_shardings)
 
   def _initial_state(self) -> TrainState:
-    params = init_parameters(self.run.model, self.run.train.seed)
-    return TrainState(params, self.optimizer.init(params), self._uniform_load(), jnp.int32(0))
-
-  def _uniform_load(self) -> jax.Array:
-    experts = max(1, self.run.model.num_experts)
-    return jnp.full((self.run.model.num_layers, experts), 1 / experts, jnp.float32)
+    params = self.model.init(self.run.train.seed)
+    return TrainState(params, self.optimizer.init(params), self.model.init_carry(), jnp.int32(0))
 
   def _zero_sums(self) -> Sums:
-    params = init_parameters(self.run.model, 0)
-    counts = jnp.zeros_like(self._uniform_load(), jnp.int32)
-    zero = jnp.float32(0)
-    losses = LossSums(zero, zero, zero, counts, jnp.int32(0))
-    return Sums(jax.tree.map(jnp.zeros_like, params), losses)
+    return Sums(jax.tree.map(jnp.zeros_like, self.model.init(0)), self.model.zero_losses())
 
   def _state_shardings(self) -> TrainState:
     """Optimizer moments lie where their parameters do; everything small is replicated."""
     replicated = sharding(self.mesh, REPLICATED)
-    params = jax.tree.map(functools.partial(sharding, self.mesh), self.specs)
+    params = jax.tree.map(functools.partial(sharding, self.mesh), specs(self.placed))
     shapes = jax.eval_shape(self._initial_state)
     moments = optax.tree_map_params(
       self.optimizer,
@@ -174,34 +160,74 @@ class TrainStep:
       params,
       transform_non_params=lambda _: replicated,
     )
-    return TrainState(params, moments, replicated, replicated)
+    carry = jax.tree.map(lambda _: replicated, shapes.carry)
+    return TrainState(params, moments, carry, replicated)
 
   # --- one step -------------------------------------------------------------------------------------------
 
-  def widest_degree(self, plan: Plan) -> dict[str, int]:
-    """For `arrays.pack`: the widest SP degree that the program of this plan's scopes knows."""
-    return {kind: scope_degrees(self.run, plan.scope(kind))[-1] for kind in (FULL, SPARSE)}
+  def program(self, plan: Plan) -> Program:
+    """Returns the program that runs a plan; raises PlanError where the run has none that can."""
+    return plan.program(self.run.sp_degrees[-1])
 
   def put(self, arrays: PlanArrays) -> PlanArrays:
-    """Host arrays to devices, one block a rank."""
+    """Returns host arrays on the devices, one block a rank."""
     return jax.device_put(arrays, sharding(self.mesh, RANK_BLOCKS))
 
-  def accumulate(self, state: TrainState, sums: Sums, plan: Plan, arrays: PlanArrays) -> Sums:
-    """Adds one micro-batch's gradients and losses to `sums`, which is donated."""
-    assert plan.row_tokens == self.contexts.row_tokens, 'this plan was made for another platform'
-    return self._accumulate(state.params, state.expert_load, sums, arrays, program=plan.program)
+  def accumulate(self, state: TrainState, sums: Sums, program: Program, arrays: PlanArrays) -> Sums:
+    """Returns `sums`, which is donated, with one micro-batch's gradients and losses added."""
+    return self._accumulate(state.params, state.carry, sums, arrays, program=program)
 
-  def update(self, state: TrainState, sums: Sums, target_tokens: int) -> tuple[TrainState, StepMetrics, Sums]:
-    """The step's update from its sums; both are donated. Also returns zeroed sums for the next step."""
+  def update(self, state: TrainState, sums: Sums, target_tokens: int) -> tuple[TrainState, Metrics, Sums]:
+    """Returns the step's update from its sums, both donated; its metrics; and zeroed sums for the next step."""
     return self._update(state, sums, jnp.float32(max(1, target_tokens)))
 
+  def gradients(self, params: Tree, carry: Tree, arrays: PlanArrays, program: Program) -> Sums:
+    """Returns gradients and losses of one micro-batch, summed over all ranks. Traceable."""
+    ctx = StepContext(program, self.chosen)
+
+    def rank_gradients(params: Tree, carry: Tree, arrays: PlanArrays) -> Sums:
+      batch = jax.tree.map(lambda x: x[0], arrays)
+      own = jax.value_and_grad(self.model.loss_sums, has_aux=True)
+      (_, losses), grads = own(params, self.placed, carry, batch, ctx)
+      return Sums(reduce_gradients(grads, self.placed), lax.psum(losses, ALL_AXES))
+
+    return jax.shard_map(
+      rank_gradients,
+      mesh=self.mesh,
+      in_specs=(specs(self.placed), REPLICATED, RANK_BLOCKS),
+      out_specs=Sums(specs(self.placed), PartitionSpec()),
+      check_vma=False,
+    )(params, carry, arrays)
+
+  def _traced_accumulate(
+    self, params: Tree, carry: Tree, sums: Sums, arrays: PlanArrays, program: Program
+  ) -> Sums:
+    self.traces['accumulate'] += 1
+    return jax.tree.map(jnp.add, sums, self.gradients(params, carry, arrays, program))
+
+  def _traced_update(
+    self, state: TrainState, sums: Sums, target_tokens: jax.Array
+  ) -> tuple[TrainState, Metrics, Sums]:
+    self.traces['update'] += 1
+    grads = jax.tree.map(lambda g: g / target_tokens, sums.grads)
+    updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
+    metrics = self.model.metrics(sums.losses, target_tokens) | {
+      'grad_norm': optax.tree.norm(grads),
+      'lr': jnp.float32(self.schedule(state.step)),
+    }
+    params = optax.apply_updates(state.params, updates)
+    new_state = TrainState(params, optimizer, self.model.next_carry(sums.losses), state.step + 1)
+    return new_state, metrics, jax.tree.map(jnp.zeros_like, sums)
+
+  # --- ahead of any data ------------------------------------------------------------------------------------
+
   def lowered(self, program: Program) -> dict[str, jax.stages.Lowered]:
-    """The step's two programs, `accumulate` and `update`, for compiling ahead of any data."""
+    """Returns the step's two programs, `accumulate` and `update`, for compiling ahead of any data."""
     state, arrays = self.state_shapes(), self._array_shapes(program)
     sums = _placed(jax.eval_shape(self._zero_sums), self._sums_shardings)
     tokens = jax.ShapeDtypeStruct((), jnp.float32)
     return {
-      'accumulate': self._accumulate.lower(state.params, state.expert_load, sums, arrays, program=program),
+      'accumulate': self._accumulate.lower(state.params, state.carry, sums, arrays, program=program),
       'update': self._update.lower(state, sums, tokens),
     }
 
@@ -211,15 +237,14 @@ class TrainStep:
     def shape(*dims: int) -> jax.ShapeDtypeStruct:
       return jax.ShapeDtypeStruct((ranks, *dims), jnp.int32, sharding=sharding(self.mesh, RANK_BLOCKS))
 
-    def route(scope: str) -> Route:
-      exchange = self.contexts.exchange(scope, slots)
-      return Route(shape(), shape(), shape(), shape(exchange.scope_ranks), shape(exchange.widest * slots))
+    def route(layout: str) -> Route:
+      widest_slots = program.degrees(layout)[-1] * slots
+      return Route(shape(), shape(), shape(), shape(program.span(layout)), shape(widest_slots))
 
-    token_arrays = (shape(slots) for _ in range(4))
-    return PlanArrays(*token_arrays, route(program.full_scope), route(program.sparse_scope))
+    return PlanArrays(*(shape(slots) for _ in range(4)), route(PARENTS), route(CHILDREN))
 
   def memory_bytes(self, compiled: jax.stages.Compiled) -> dict[str, int]:
-    """What a rank holds while the compiled `accumulate` runs."""
+    """Returns what a rank holds while the compiled `accumulate` runs, by purpose."""
     state, analysis = self.state_shapes(), compiled.memory_analysis()
 
     def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
@@ -228,7 +253,7 @@ class TrainStep:
 
     # XLA:CPU's peak leaves temporaries out; XLA:TPU's sum of temporaries counts what never lives at once.
     buffers = analysis.peak_memory_in_bytes - analysis.argument_size_in_bytes
-    if self.run.cluster.platform == 'cpu':
+    if self.mesh.devices.flat[0].platform == 'cpu':
       buffers = analysis.temp_size_in_bytes
     parts = {'parameters_bytes': state.params, 'optimizer_bytes': state.optimizer}
     sizes = {name: sum(map(shard_bytes, jax.tree.leaves(tree))) for name, tree in parts.items()}
@@ -237,47 +262,3 @@ class TrainStep:
       'activations_and_buffers_bytes': buffers,
       'program_bytes': analysis.generated_code_size_in_bytes,
     }
-
-  def gradients(self, params: Tree, load: jax.Array, arrays: PlanArrays, program: Program) -> Sums:
-    """Gradients and losses of one micro-batch, summed over all ranks. Traceable."""
-    ctx = self.contexts.context(program)
-
-    def rank_gradients(params: Tree, load: jax.Array, arrays: PlanArrays) -> Sums:
-      batch = jax.tree.map(lambda x: x[0], arrays)
-      own = jax.value_and_grad(loss_sums, has_aux=True)
-      (_, losses), grads = own(params, self.specs, load, batch, ctx)
-      return Sums(reduce_gradients(grads, self.specs), lax.psum(losses, ALL_AXES))
-
-    return jax.shard_map(
-      rank_gradients,
-      mesh=self.mesh,
-      in_specs=(self.specs, REPLICATED, RANK_BLOCKS),
-      out_specs=Sums(self.specs, PartitionSpec()),
-      check_vma=False,
-    )(params, load, arrays)
-
-  def _traced_accumulate(
-    self, params: Tree, load: jax.Array, sums: Sums, arrays: PlanArrays, program: Program
-  ) -> Sums:
-    self.traces['accumulate'] += 1
-    return jax.tree.map(jnp.add, sums, self.gradients(params, load, arrays, program))
-
-  def _traced_update(
-    self, state: TrainState, sums: Sums, target_tokens: jax.Array
-  ) -> tuple[TrainState, StepMetrics, Sums]:
-    self.traces['update'] += 1
-    losses = sums.losses
-    grads = jax.tree.map(lambda g: g / target_tokens, sums.grads)
-    updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
-    totals = losses.expert_counts.sum(axis=-1, keepdims=True)
-    load = jnp.where(totals > 0, losses.expert_counts / jnp.maximum(totals, 1), self._uniform_load())
-    metrics = StepMetrics(
-      losses.cross_entropy / target_tokens,
-      losses.balance / target_tokens,
-      losses.router_z / target_tokens,
-      optax.tree.norm(grads),
-      jnp.float32(self.schedule(state.step)),
-      losses.dropped,
-    )
-    new_state = TrainState(optax.apply_updates(state.params, updates), optimizer, load, state.step + 1)
-    return new_state, metrics, jax.tree.map(jnp.zeros_like, sums)

@@ -1,0 +1,174 @@
+"""`Costs`: what costs what, in seconds of a rank and bytes. All that the planner and the simulator know.
+
+They know nothing of models: `model_costs` (`cost_model.py`) makes the costs of the models here, and a trainer
+of another model fills in its own. Everything is of the forward pass of one layer unless it says otherwise; a
+token's or a sample's costs are in rank-seconds, which a group shares evenly.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from repack_jax.config.cluster import ClusterConfig
+from repack_jax.config.run import PlannerConfig, allowed_sp_degrees
+from repack_jax.plan.plan import LAYOUTS, Plan
+from repack_jax.plan.wire import Wire
+
+# Two products forward, five backward, since the scores are computed again (Dao et al. 2022).
+ATTENTION_BACKWARD_OVER_FORWARD = 2.5
+
+OfLengths = Callable[[np.ndarray], np.ndarray]  # tokens of samples int64 [n] -> float64 [n]
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+  """A layer.
+
+  Attributes:
+    layout: `PARENTS` or `CHILDREN`: whose groups run its attention.
+    attention_s: seconds of the attention core for whole samples, by their tokens. Layers of one kind should
+      share one function: what is the same is computed once.
+    before_s: per token, what runs ahead of dispatch.
+    after_s: per token, what runs behind combine where the token lies.
+    routed_s: per token, its experts, which a node's ranks share where `Costs.expert_ranks` says so.
+    has_experts: whether its experts exchange tokens.
+    gather_s, reduce_s: collecting its parameters, and summing up their gradients.
+  """
+
+  layout: str
+  attention_s: OfLengths
+  before_s: float = 0.0
+  after_s: float = 0.0
+  routed_s: float = 0.0
+  has_experts: bool = False
+  gather_s: float = 0.0
+  reduce_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Costs:
+  """A training step on a cluster.
+
+  Attributes:
+    cluster: shape and links.
+    wire: what the exchanges of every layer carry.
+    layers: first to last.
+    linear_backward: backward seconds of everything but attention cores and logits over forward ones; 3 where
+      the backward pass recomputes the forward one.
+    attention_backward: the same for attention cores.
+    logits_s: per token, the logits, all passes of a step.
+    table_gather_s, table_reduce_s: as those of a layer, of a vocabulary table.
+    vocabulary_tables: 2 where the logits have a table of their own, 1 where they share the embedding's.
+    expert_ranks: ranks that the experts of a layer are spread over; 1 where each has them all.
+    expert_bytes_per_token: what a token sends to experts on other ranks, or gets back.
+    hidden_bytes: of a token's hidden state; what redistribution, which nothing here does, would move.
+    data_reduce_s: summing a micro-batch's gradients over domains.
+    optimizer_s: the update.
+    flops: operations of the forward pass of whole samples, by their tokens; None where MFU is of no interest.
+  """
+
+  cluster: ClusterConfig
+  wire: Wire
+  layers: tuple[LayerCosts, ...]
+  linear_backward: float = 2.0
+  attention_backward: float = ATTENTION_BACKWARD_OVER_FORWARD
+  logits_s: float = 0.0
+  table_gather_s: float = 0.0
+  table_reduce_s: float = 0.0
+  vocabulary_tables: int = 2
+  expert_ranks: int = 1
+  expert_bytes_per_token: float = 0.0
+  hidden_bytes: float = 0.0
+  data_reduce_s: float = 0.0
+  optimizer_s: float = 0.0
+  flops: OfLengths | None = None
+
+  def degrees(self, planner: PlannerConfig) -> tuple[int, ...]:
+    """Returns the SP degrees that heads, mesh and planner all allow, ascending; 1 is always among them."""
+    return allowed_sp_degrees(self.cluster, self.wire, planner)
+
+  @cached_property
+  def sorts(self) -> dict[LayerCosts, int]:
+    """Returns each sort of layer, and how many there are, in the order of their first layers."""
+    return dict(Counter(self.layers))
+
+  def layers_in(self, layout: str) -> int:
+    """Returns how many layers run in a layout."""
+    return sum(layer.layout == layout for layer in self.layers)
+
+  def attention_s(self, lengths: np.ndarray, layout: str) -> np.ndarray:
+    """Returns seconds of the attention core of samples, float64 [n]: the mean over the layers of a layout."""
+    kinds = Counter(layer.attention_s for layer in self.layers if layer.layout == layout)
+    total = np.zeros(len(lengths))
+    for attention_s, count in kinds.items():
+      total += attention_s(lengths) * (count / kinds.total())
+    return total
+
+  def all_attention_s(self, lengths: np.ndarray) -> np.ndarray:
+    """Returns seconds of the attention cores of samples, float64 [n]: all layers, both passes."""
+    both = 1 + self.attention_backward
+    return sum(
+      (both * self.layers_in(layout) * self.attention_s(lengths, layout) for layout in LAYOUTS),
+      np.zeros(len(lengths)),
+    )
+
+  @cached_property
+  def slot_s(self) -> float:
+    """Returns seconds per token slot of a rank, both passes: what runs where a token lies, and the logits."""
+    layers_s = sum(layer.before_s + layer.after_s for layer in self.layers)
+    return (1 + self.linear_backward) * layers_s + self.logits_s
+
+  # --- links --------------------------------------------------------------------------------------------
+
+  def exchange_s(self, degree: int) -> float:
+    """Returns seconds per token of a rank in a balanced group: both exchanges of a layer, without latency."""
+    cluster = self.cluster
+    in_node = min(degree, cluster.ranks_per_node)
+    sent = float(self.wire.bytes_per_peer(degree))
+    return max(
+      (in_node - 1) * sent / cluster.intra_node_bytes_per_s,
+      (degree - in_node) * sent / cluster.inter_node_bytes_per_s,
+    )
+
+  def exchange_latency_s(self, degree: int) -> float:
+    """Returns seconds of both exchanges of a layer, however little they move."""
+    if degree == 1:
+      return 0.0
+    cluster = self.cluster
+    wide = degree > cluster.ranks_per_node
+    return 2 * (cluster.inter_node_latency_s if wide else cluster.intra_node_latency_s)
+
+  def cross_node_bytes(self, plan: Plan) -> int:
+    """Returns the bytes that the attention exchanges of all layers send between nodes, both passes, all ranks.
+
+    An aligned group of P ranks covers whole nodes or lies in one, so each token has
+    `max(0, P - ranks_per_node)` peers in other nodes. Exchanges of spread experts never leave a node.
+    """
+    total = 0
+    for layout in LAYOUTS:
+      placement = plan.placement(layout)
+      peers = np.maximum(0, placement.size - plan.ranks_per_node)
+      sent = placement.slots * peers * self.wire.bytes_per_peer(placement.size)
+      total += 2 * self.layers_in(layout) * int(sent.sum())
+    return total
+
+
+def link_s(
+  cluster: ClusterConfig,
+  intra_bytes: np.ndarray | float,
+  inter_bytes: np.ndarray | float,
+  crosses: np.ndarray | bool,
+) -> np.ndarray:
+  """Returns seconds of a transfer of so many bytes a rank over both links at once.
+
+  The latency is that of the slower link used.
+  """
+  latency_s = np.where(crosses, cluster.inter_node_latency_s, cluster.intra_node_latency_s)
+  return latency_s + np.maximum(
+    intra_bytes / cluster.intra_node_bytes_per_s, inter_bytes / cluster.inter_node_bytes_per_s
+  )

@@ -1,0 +1,94 @@
+"""The training loop: planned steps in, trained state out, hooks in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from repack_jax.parallel.agreement import check_same_plan
+from repack_jax.training.hooks import Every, call_hooks
+from repack_jax.training.planned_steps import PlannedStep
+from repack_jax.training.step import TrainState, TrainStep
+
+DataState = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Position:
+  """Where a run is: all that a checkpoint holds.
+
+  Attributes:
+    done: steps done.
+    state: the training state after them.
+    data_state: gives a `Batcher` the batches after them; None where none were read.
+  """
+
+  done: int
+  state: TrainState
+  data_state: DataState | None
+
+
+@dataclass(frozen=True)
+class StepDone:
+  """What hooks learn of a step.
+
+  Attributes:
+    planned: what it trained on.
+    position: where the run is after it.
+    measured: what the devices returned, by name.
+    step_s: seconds from having its arrays to having its metrics; one that compiles includes that.
+    wait_s: seconds that it waited for its arrays.
+    compiles: programs compiled so far, of the forward and backward pass.
+  """
+
+  planned: PlannedStep
+  position: Position
+  measured: dict[str, float]
+  step_s: float
+  wait_s: float
+  compiles: int
+
+
+class TrainLoop:
+  """Runs steps from a position on; `position` is always that of whole steps, whatever interrupts it."""
+
+  def __init__(self, step: TrainStep, position: Position, hooks: Sequence[Every[StepDone]]):
+    self.position = position
+    self._step, self._hooks = step, hooks
+
+  def run(
+    self, planned_steps: Iterator[tuple[PlannedStep, float]], until: int, stop: Callable[[], object]
+  ) -> None:
+    """Trains until so many steps are done, or `stop()` is true between two.
+
+    Args:
+      planned_steps: yields (a step, seconds waited for it), the first one following `position`.
+    """
+    step, first = self._step, self.position.done
+    sums = step.zero_sums()
+    while self.position.done < until and not stop():
+      planned, wait_s = next(planned_steps)
+      if self.position.done == first:
+        check_same_plan(planned.plan_digest)
+      start = time.perf_counter()
+      for program, arrays in zip(planned.programs, planned.arrays, strict=True):
+        sums = step.accumulate(self.position.state, sums, program, arrays)
+      state, metrics, sums = step.update(self.position.state, sums, planned.target_tokens)
+      # One assignment: an interrupt later on, even in the wait for the values, finds a whole position.
+      self.position = Position(self.position.done + 1, state, planned.batch.state_after)
+      measured = {name: value.item() for name, value in metrics.items()}
+      step_s = time.perf_counter() - start
+      done = StepDone(planned, self.position, measured, step_s, wait_s, step.traces['accumulate'])
+      call_hooks(self._hooks, self.position.done, done)
+
+
+def initial_position(step: TrainStep) -> Position:
+  """Returns the position of a run that begins."""
+  return Position(0, step.init_state(), None)
+
+
+def restored_position(state: Any, data_state: DataState) -> Position:
+  """Returns the position of a checkpoint."""
+  return Position(int(state.step), state, data_state)
