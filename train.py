@@ -88,7 +88,7 @@ class Setup:
     if self.run.cluster.platform == 'gpu':
       log.info('XLA_FLAGS: %s', os.environ['XLA_FLAGS'])
 
-  def planned_steps(self, data_state: dict[str, int] | None, draw: Any = None) -> Iterator[Any]:
+  def planned_steps(self, data_state: dict[str, int | str] | None, draw: Any = None) -> Iterator[Any]:
     from repack_jax.data.batches import Batcher
     from repack_jax.plan.arrays import pack
     from repack_jax.training.planned_steps import planned_steps
@@ -129,7 +129,7 @@ def _train_steps(
   setup: Setup,
   workdir: Path,
   state: Any,
-  data_state: dict[str, int] | None,
+  data_state: dict[str, int | str] | None,
   done: int,
   checkpoints: Any,
   metrics: Any,

@@ -35,7 +35,7 @@ class Checkpoints:
     """Steps done at the latest complete checkpoint, None where there is none."""
     return self._manager.latest_step()
 
-  def save(self, step: int, state: Any, data_state: dict[str, int]) -> None:
+  def save(self, step: int, state: Any, data_state: dict[str, int | str]) -> None:
     """Copies the state off the devices and writes it in the background. No-op if this step is saved."""
     if self.latest_step == step:
       return
@@ -45,7 +45,7 @@ class Checkpoints:
     )
     self._manager.save(step, args=parts)
 
-  def restore(self, shapes: Any) -> tuple[Any, dict[str, int]]:
+  def restore(self, shapes: Any) -> tuple[Any, dict[str, int | str]]:
     """The latest checkpoint as (state, data state).
 
     Args:
