@@ -77,7 +77,7 @@ def run_on(run: RunConfig, where: topology.Topology) -> RunConfig:
 def batches_of(run: RunConfig) -> Iterator[Sequence[int]]:
   """Lengths of the config's batches, from its file of lengths or from its documents."""
   if run.simulator.lengths:
-    lengths = read_lengths(run.simulator.lengths, run.data.text_field)
+    lengths = read_lengths(run.simulator.lengths, run.data)
     for batch in length_batches(lengths, run.data, run.simulator):
       yield batch.tolist()
   source = open_source(run.data)

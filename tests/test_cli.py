@@ -12,7 +12,7 @@ import pytest
 import train
 from repack_jax.config import RunConfig
 from repack_jax.config.gin_files import load, resolved
-from repack_jax.data.sources import JsonlSource
+from repack_jax.data.jsonl import JsonlSource
 from repack_jax.parallel import mesh
 from repack_jax.training.checkpoints import Checkpoints
 
@@ -207,7 +207,7 @@ def test_dry_run_shows_all_and_writes_nothing(capsys):
   assert train.main([*arguments(source), '--dry-run']) == 0
   out = capsys.readouterr().out
   assert resolved(load([MINI], [source])) in out
-  expected = ('parameters: ', 'documents: 12', 'total_bytes: 768', 'first batch: ', 'mode solve, ',
+  expected = ('parameters: ', 'documents: 12', 'total_tokens: 768', 'first batch: ', 'mode solve, ',
               'parent SP', 'parameters_bytes: ', 'optimizer_bytes: ', 'gradients_bytes: ',
               'activations_and_buffers_bytes: ')  # fmt: skip
   for part in expected:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from documents import ListSource
 from messages import message_of
 
 from repack_jax.config import DataConfig, SimulatorConfig
 from repack_jax.data import lengths as lengths_module
+from repack_jax.data.index import index_samples
 from repack_jax.data.lengths import Histogram, file_order_batches, length_batches, read_lengths
 
 SHIPPED = Path(__file__).parent.parent / 'configs' / 'lengths'
@@ -69,7 +71,7 @@ def test_arrays(name, tmp_path):
 def test_home_text_field_and_dtypes(tmp_path, monkeypatch):
   monkeypatch.setenv('HOME', str(tmp_path))
   (tmp_path / 'a.jsonl').write_text('{"body": "four"}')
-  assert read_lengths('~/a.jsonl', 'body').tolist() == [4]
+  assert read_lengths('~/a.jsonl', DataConfig(text_field='body')).tolist() == [4]
   np.save(tmp_path / 'a.npy', np.array([2**40]))
   assert read_lengths(tmp_path / 'a.npy').tolist() == [2**40]
   for dtype in DTYPES:
@@ -357,6 +359,23 @@ def test_determinism():
     golden[name] = first[:3]
   # A change of these is a change of every simulated result.
   assert golden == GOLDEN
+
+
+def test_seeds_give_batches_of_their_own():
+  seeds = [0, 14375, 53572, 2**32, 2**63, 2**64, 2**127]
+  for lengths in (np.arange(1, 101), Histogram(*np.array([[1, 100, 1]]).T)):
+    batches = [
+      as_lists(length_batches(lengths, config(100, 100), SimulatorConfig(seed=seed)), 5) for seed in seeds
+    ]
+    assert len({str(batch) for batch in batches}) == len(seeds)
+
+
+@pytest.mark.parametrize('policy', POLICIES)
+def test_documents_and_their_lengths_make_the_same_samples(policy):
+  lengths = np.random.default_rng(2).integers(1, 60, 300)
+  data = config(40, 20, policy)
+  index = index_samples(ListSource(b'x' * n for n in lengths), data)
+  assert np.concatenate(list(file_order_batches(lengths, data))).tolist() == index.length.tolist()
 
 
 def test_the_arguments_and_the_batches_share_no_memory():

@@ -1,21 +1,24 @@
 """Folders, .jsonl files and the standard library as documents, and the messages for what is none."""
 
+import itertools
 import json
 import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from messages import message_of
 
 from repack_jax.config import DataConfig
 from repack_jax.data.batches import Batcher
 from repack_jax.data.index import index_samples
+from repack_jax.data.jsonl import JsonlSource
 from repack_jax.data.sources import open_source
 
 
 def contents(source):
-  return [source.read(i, 0, source.size_bytes(i)) for i in range(len(source))]
+  return [document.read() for document in source]
 
 
 def test_folder(tmp_path):
@@ -26,12 +29,12 @@ def test_folder(tmp_path):
   os.mkfifo(tmp_path / 'pipe.txt')
   (tmp_path / 'gone.txt').symlink_to(tmp_path / 'nowhere')
   source = open_source(DataConfig(source=str(tmp_path), file_glob='**/*.txt'))
-  names = [Path(source.name(i)).relative_to(tmp_path).as_posix() for i in range(len(source))]
+  names = [Path(document.name).relative_to(tmp_path).as_posix() for document in source]
   assert names == ['B.txt', 'a/z.txt', 'b.txt']
   assert contents(source) == [b'', b'az', b'bb']
   assert len(open_source(DataConfig(source=str(tmp_path)))) == 4
   (tmp_path / 'b.txt').unlink()
-  for read in (lambda: source.read(2, 0, 1), lambda: source.size_bytes(2)):
+  for read in (lambda: source[2].read(0, 1), lambda: source[2].size_bytes):
     assert message_of(read).startswith(f'{tmp_path}/b.txt: cannot read it (No such file or directory); ')
 
 
@@ -82,7 +85,7 @@ def test_jsonl(content, tmp_path):
   assert contents(source) == [b'one', b'two']
   lines = content.split(b'\n')
   number = next(i for i, line in enumerate(lines, start=1) if b'two' in line)
-  assert source.name(1) == f'{path}:{number}'
+  assert source[1].name == f'{path}:{number}'
 
 
 def test_jsonl_unicode(tmp_path):
@@ -92,7 +95,7 @@ def test_jsonl_unicode(tmp_path):
   path.write_text('\n'.join(lines), encoding='utf-8', newline='')
   source = open_source(DataConfig(source=str(path), text_field='body'))
   assert [content.decode() for content in contents(source)] == texts
-  assert [source.size_bytes(i) for i in range(4)] == [len(text.encode()) for text in texts]
+  assert [document.size_bytes for document in source] == [len(text.encode()) for text in texts]
 
 
 @pytest.mark.parametrize(
@@ -132,9 +135,9 @@ def test_jsonl_that_changes_after_opening(content, tmp_path):
     file.write(b'{"text": "three"}\n')
   assert contents(source) == [b'fine', b'two']
   path.write_bytes(content)
-  assert message_of(source.read, 1, 0, 3).startswith(f'{path}:2: changed while the run was on; restore it')
+  assert message_of(source[1].read, 0, 3).startswith(f'{path}:2: changed while the run was on; restore it')
   path.unlink()
-  assert message_of(source.read, 1, 0, 3).startswith(f'{path}: cannot read it (No such file or directory)')
+  assert message_of(source[1].read, 0, 3).startswith(f'{path}: cannot read it (No such file or directory)')
 
 
 def test_reading_a_range(tmp_path):
@@ -145,23 +148,106 @@ def test_reading_a_range(tmp_path):
     DataConfig(source=str(tmp_path), file_glob='*.txt'),
   ):
     source = open_source(data_config)
-    ranges = [source.read(0, *bounds) for bounds in ((0, 3), (3, 10), (7, 11), (10, 12))]
+    ranges = [source[0].read(*bounds) for bounds in ((0, 3), (3, 10), (7, 11), (10, 12))]
     assert ranges == [b'012', b'3456789', b'789', b'']
+    assert [source[0].read(*bounds) for bounds in ((), (8,), (5, 5), (7, 3))] == [
+      b'0123456789',
+      b'89',
+      b'',
+      b'',
+    ]
+
+
+LONG_TEXTS = {
+  'plain': 'some words of a text ' * 20_000,
+  'short lines': 'a line\n\t"quoted"\n' * 20_000,
+  'few bytes apart': 'abcdef\n' * 30_000,
+  'Chinese': '\u4e2d\u6587 ' * 40_000,
+  'surrogate pairs': '\U0001f600' * 60_000,
+  'pairs and letters': 'a\U0001f600\u4e2d' * 40_000,
+  'backslashes': '\\' * 150_000,
+  'backslashes and letters': 'u\\\\\\ud83d' * 40_000,
+  'mixed': ''.join(np.random.default_rng(0).choice(list('abc \n"\\\u00e9\u4e2d\U0001f600'), 200_000)),
+}
+
+
+@pytest.mark.parametrize('ensure_ascii', [False, True])
+@pytest.mark.parametrize('name', LONG_TEXTS)
+def test_pieces_of_a_long_line(name, ensure_ascii, tmp_path):
+  """Each piece is exact, and decodes a little of the line alone."""
+  content = LONG_TEXTS[name].encode()
+  record = {'text': 'not this one', 'id': [1, {'text': 'x'}], 'a "b\\': None}
+  line = json.dumps(record, ensure_ascii=ensure_ascii)[:-1] + ' , "text" :\t'
+  line += json.dumps(LONG_TEXTS[name], ensure_ascii=ensure_ascii) + ' , "more": "\u00e9" }\r\n'
+  path = tmp_path / 'a.jsonl'
+  path.write_text('\ufeff\n{"text": "first"}\n  ' + line + '{"text": "last"}', encoding='utf-8', newline='')
+  source = open_source(DataConfig(source=str(path)))
+  assert [document.size_bytes for document in source] == [5, len(content), 4]
+  assert contents(source) == [b'first', content, b'last']
+  bounds = [0, 1, *range(500, len(content), 7919), len(content)]
+  assert b''.join(source[1].read(*pair) for pair in itertools.pairwise(bounds)) == content
+  for start in (0, 65_530, 65_536, len(content) - 3, len(content), len(content) + 5):
+    assert source[1].read(start, start + 70_000) == content[start : start + 70_000]
+    assert source[1].read(start, start) == b''
+
+
+def test_cost_of_a_long_line_is_linear(tmp_path, monkeypatch):
+  """Each piece once parsed the whole line."""
+  read_bytes = []
+  read_file = JsonlSource._read_file
+
+  def read_and_count(self, start, end):
+    read_bytes.append(end - start)
+    return read_file(self, start, end)
+
+  monkeypatch.setattr(JsonlSource, '_read_file', read_and_count)
+  path = tmp_path / 'a.jsonl'
+  for size_bytes in (500_000, 5_000_000):
+    path.write_text(json.dumps({'text': 'some words of a text\n' * (size_bytes // 21)}))
+    batcher = Batcher(DataConfig(source=str(path)), open_source(DataConfig(source=str(path))))
+    read_bytes.clear()
+    for _ in range(50):
+      next(batcher)
+    assert max(read_bytes) < 140_000  # two blocks
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    lambda content: content.replace(b'67 word', b'67 WORD'),  # as long as before
+    lambda content: b'\n' + content,
+    lambda content: content[:400_000],
+    lambda content: content[:150_000],
+    lambda content: content.replace(b'"text"', b'"body"').replace(b'1 word', b'2 word'),
+  ],
+  ids=['other words', 'moved', 'cut', 'cut shorter', 'other field'],
+)
+def test_long_line_that_changes_after_opening(change, tmp_path):
+  path = tmp_path / 'a.jsonl'
+  text = ''.join(f'{i} word\n' for i in range(30_000)) * 2
+  path.write_text(json.dumps({'text': text}) + '\n')
+  source = open_source(DataConfig(source=str(path)))
+  with path.open('ab') as file:  # more lines do no harm
+    file.write(b'{"text": "two"}\n')
+  assert contents(source) == [text.encode()]
+  path.write_bytes(change(path.read_bytes()))
+  for bounds in ((), (0, 590_000)):
+    assert message_of(source[0].read, *bounds).startswith(f'{path}:1: changed while the run was on; restore')
 
 
 def test_stdlib():
   data_config = DataConfig()
   source = open_source(data_config)
-  names = [source.name(i) for i in range(len(source))]
+  names = [document.name for document in source]
   parts = [set(Path(name).parts[-3:]) for name in names]
   assert not any(part & {'site-packages', '__pycache__', 'test', 'tests'} for part in parts)
-  assert names == [source.name(i) for i in range(len(open_source(data_config)))]
+  assert names == [document.name for document in open_source(data_config)]
   summary = index_samples(source, data_config).describe()
   assert summary['documents'] == len(source) > 300
-  assert summary['min_bytes'] < 500 and summary['max_bytes'] > 50_000
-  assert summary['total_bytes'] > 1_000_000
-  index = names.index(next(name for name in names if name.endswith('argparse.py')))
-  content = source.read(index, 0, 10**9)
-  assert b'ArgumentParser' in content and len(content) == source.size_bytes(index)
+  assert summary['min_tokens'] < 500 and summary['max_tokens'] > 50_000
+  assert summary['total_tokens'] > 1_000_000
+  document = next(document for document in source if document.name.endswith('argparse.py'))
+  content = document.read(0, 10**9)
+  assert b'ArgumentParser' in content and len(content) == document.size_bytes
   batch = next(Batcher(data_config, source))
   assert batch.num_tokens <= data_config.batch_tokens

@@ -38,7 +38,7 @@ Row = dict[str, Any]
 
 def batch_of(run: RunConfig, file: str, number: int) -> np.ndarray:
   """Lengths of one batch of a file, counted from 1."""
-  lengths = read_lengths(file, run.data.text_field)
+  lengths = read_lengths(file, run.data)
   batches = (
     length_batches(lengths, run.data, run.simulator)
     if isinstance(lengths, Histogram)

@@ -68,7 +68,7 @@ class Tally:
 
 def play(run: RunConfig) -> tuple[Tally, Tally, Counter[int]]:
   """(the steps whose parents cross nodes in the baseline, all steps, widest parent -> steps)."""
-  batches = length_batches(read_lengths(run.simulator.lengths, run.data.text_field), run.data, run.simulator)
+  batches = length_batches(read_lengths(run.simulator.lengths, run.data), run.data, run.simulator)
   wide, everything, widest = Tally(), Tally(), Counter[int]()
   costs = model_costs(run.cluster, run.model)
   for _ in tqdm(range(run.simulator.steps), unit='step', desc='simulating', disable=None):

@@ -14,9 +14,17 @@ from dataclasses import dataclass
 from repack_jax.checks import check_choice, check_min, check_types, is_power_of_two, require
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.config.model import ModelConfig
+from repack_jax.documents.tokenizers import TOKENIZERS
 from repack_jax.plan.wire import Wire
 
 MODES = ('static', 'parents', 'repack', 'solve')
+
+
+def _check_seed(config: DataConfig | SimulatorConfig | TrainConfig, bits: int) -> None:
+  """Raises ConfigError unless the seed is one of the 2 ** bits that its generator tells apart."""
+  check_min(config, 0, 'seed')
+  remedy = f'must be below 2 ** {bits}, since larger seeds may repeat the random numbers of smaller ones'
+  require(config.seed < 1 << bits, f'{type(config).__name__}.seed', config.seed, remedy)
 
 
 @dataclass(frozen=True)
@@ -24,19 +32,22 @@ class DataConfig:
   """The documents and how they become batches. Batches depend on this config alone, never on the mesh.
 
   Attributes:
-    source: a folder (one document a file), a `.jsonl` file (one document a line), or `stdlib`: the
-      source files of the Python that runs, which every machine has. `~` is expanded.
+    source: a folder (one document a file), a `.jsonl` file (one document a line), or `stdlib`: the source
+      files of the running Python's standard library, which every machine has. `~` is expanded.
     file_glob: which files of a folder are documents; hidden ones never are.
     text_field: the field of a `.jsonl` line that holds the text.
+    tokenizer: what the tokens of a document are: `bytes` (a byte a token).
     batch_tokens: a batch takes samples until the next one would exceed this many tokens.
-    max_document_tokens: longest sample; what happens to longer documents is `long_documents`:
-      `split` (into samples of at most this length, nothing is lost), `truncate`, `drop` or `error`.
-    seed: of the order of samples, which is drawn anew each epoch.
+    max_document_tokens: tokens of the longest sample.
+    long_documents: what happens to longer documents: `split` (into samples of at most that length; nothing
+      is lost), `truncate`, `drop` or `error`.
+    seed: of the order of samples, which is drawn anew each epoch; below 2 ** 128.
   """
 
   source: str = 'stdlib'
   file_glob: str = '**/*'
   text_field: str = 'text'
+  tokenizer: str = 'bytes'
   batch_tokens: int = 8192
   max_document_tokens: int = 4096
   long_documents: str = 'split'
@@ -44,9 +55,9 @@ class DataConfig:
 
   def __post_init__(self) -> None:
     check_types(self)
-    check_choice(self, long_documents=('split', 'truncate', 'drop', 'error'))
+    check_choice(self, long_documents=('split', 'truncate', 'drop', 'error'), tokenizer=tuple(TOKENIZERS))
     check_min(self, 1, 'batch_tokens', 'max_document_tokens')
-    check_min(self, 0, 'seed')
+    _check_seed(self, bits=128)
     require(self.source != '', 'DataConfig.source', self.source, "name a folder, a .jsonl file or 'stdlib'")
     require(
       self.batch_tokens >= self.max_document_tokens, 'DataConfig.batch_tokens', self.batch_tokens,
@@ -105,7 +116,7 @@ class SimulatorConfig:
     lengths: a file of lengths (`repack_jax/data/lengths.py` says which kinds there are); `DataConfig` says
       how they become batches.
     steps: steps to simulate.
-    seed: of the order, or of the draw where the file is a histogram.
+    seed: of the order, or of the draw where the file is a histogram; below 2 ** 128.
     tail_from_tokens, tail_scale: lengths of at least `tail_from_tokens` are multiplied by `tail_scale`.
   """
 
@@ -118,7 +129,8 @@ class SimulatorConfig:
   def __post_init__(self) -> None:
     check_types(self)
     check_min(self, 1, 'steps')
-    check_min(self, 0, 'seed', 'tail_from_tokens')
+    check_min(self, 0, 'tail_from_tokens')
+    _check_seed(self, bits=128)
     require(self.tail_scale > 0, 'SimulatorConfig.tail_scale', self.tail_scale, 'must be above 0')
 
 
@@ -153,7 +165,7 @@ class TrainConfig:
 
   Attributes:
     steps: optimizer steps in all (a resumed run counts those done before).
-    seed: of the initial weights.
+    seed: of the initial weights; below 2 ** 32.
     checkpoint_every: steps between checkpoints; 0 keeps only the one written at the end.
     keep_checkpoints: how many of the latest are kept.
     draw_every_steps: steps between pages with a plan, which go to the workdir; 0 draws none.
@@ -183,7 +195,8 @@ class TrainConfig:
       grouped=('auto', 'ragged_dot', 'blocks'),
     )
     check_min(self, 1, 'steps', 'keep_checkpoints')
-    check_min(self, 0, 'seed', 'checkpoint_every', 'draw_every_steps')
+    check_min(self, 0, 'checkpoint_every', 'draw_every_steps')
+    _check_seed(self, bits=32)
 
 
 def allowed_sp_degrees(cluster: ClusterConfig, wire: Wire, planner: PlannerConfig) -> tuple[int, ...]:
@@ -240,9 +253,10 @@ class RunConfig:
         f'must be a multiple of ClusterConfig.ranks_per_node = {cluster.ranks_per_node} to spread over '
         "it; or set ModelConfig.expert_placement = 'replicated'",
       )  # fmt: skip
+    tokenizer = TOKENIZERS[data.tokenizer]
     require(
-      model.vocab_size >= 256, 'ModelConfig.vocab_size', model.vocab_size,
-      'documents are tokenized into bytes, which needs at least 256 entries',
+      model.vocab_size >= tokenizer.vocab_size, 'ModelConfig.vocab_size', model.vocab_size,
+      f'must be at least {tokenizer.vocab_size}, the vocabulary of DataConfig.tokenizer = {tokenizer.name!r}',
     )  # fmt: skip
 
   @property

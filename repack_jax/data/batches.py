@@ -11,9 +11,13 @@ from repack_jax.checks import ConfigError
 from repack_jax.config import DataConfig
 from repack_jax.data.index import SampleIndex, index_samples
 from repack_jax.data.samples import Sample, make_sample
-from repack_jax.data.sources import Source, changed
+from repack_jax.documents.documents import Source, changed
+from repack_jax.documents.tokenizers import TOKENIZERS
 
-State = dict[str, int]
+State = dict[str, int | str]
+
+# Two seeds below this give different first words of `np.random.SeedSequence`; this one's is that of 14375.
+_FIRST_AMBIGUOUS_SEED = 53572
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +27,8 @@ class Batch:
   Attributes:
     samples: at least one, at most `batch_tokens` tokens in all.
     index: the batch's number, from 0; a resumed run counts on.
-    epoch: of the first sample, from 0. A batch may run on into the next epoch.
-    state_after: give it to a `Batcher` to get the batches after this one.
+    epoch: that of the first sample, from 0. A batch may run on into the next epoch.
+    state_after: what a `Batcher` takes to go on after this batch.
   """
 
   samples: tuple[Sample, ...]
@@ -45,12 +49,14 @@ class Batcher:
   begins the next batch. Batches run on over the end of an epoch, so every sample is in exactly one batch
   an epoch. In memory are the index and the batch being made.
 
-  The state is a dict of ints, which JSON can hold:
-    position: the sample that comes next, in the endless order: epoch * num_samples + place in it. As the
-      order begins at 0, it is also the number of samples that the batches held.
+  The state is a dict of whole numbers and one name, which JSON can hold. Where the run is:
+    position: the place in the endless order of the sample that comes next: epoch * num_samples + place in
+      the epoch. As the order begins at 0, it is also the number of samples that the batches held.
     batches, tokens: how many batches were made, and the tokens they held.
-    seed, num_samples, epoch_tokens, samples_crc32: of the run that made the state: its seed, the samples
-      and tokens of its epoch, and a checksum of which pieces of which documents the samples are.
+  What its samples depend on, which a resumed run must share:
+    tokenizer, seed: those of the config.
+    num_samples, epoch_tokens: how many samples and tokens an epoch has.
+    samples_crc32: a checksum of which pieces of which documents the samples are.
   """
 
   def __init__(
@@ -66,13 +72,14 @@ class Batcher:
       index: of this source and config, where there is one already.
 
     Raises:
-      ConfigError: `state` is broken, or of a run with other samples or another seed; or there is no
-        `index` and `index_samples` raises.
+      ConfigError: `state` is damaged, or of a run with another tokenizer, another seed or other samples; or
+        there is no `index` and `index_samples` raises.
     """
-    self._config, self._source = config, source
+    self._config, self._source, self._tokenizer = config, source, TOKENIZERS[config.tokenizer]
     self.index = index_samples(source, config) if index is None else index
     self._order = _shuffled_order(len(self.index), config.seed)
-    self._identity = {
+    self._identity: State = {
+      'tokenizer': config.tokenizer,
       'seed': config.seed,
       'num_samples': len(self.index),
       'epoch_tokens': self.index.counts['epoch_tokens'],
@@ -81,18 +88,22 @@ class Batcher:
     self._position = self._batches = self._tokens = 0
     if state is not None:
       self._check(state)
-      self._position, self._batches, self._tokens = state['position'], state['batches'], state['tokens']
+      self._position, self._batches, self._tokens = (int(state[x]) for x in ('position', 'batches', 'tokens'))
 
   def state(self) -> State:
-    """The state after the last batch that was made."""
-    cursor = {'position': self._position, 'batches': self._batches, 'tokens': self._tokens}
+    """Returns the state after the last batch that was made."""
+    cursor: State = {'position': self._position, 'batches': self._batches, 'tokens': self._tokens}
     return cursor | self._identity
 
   def __iter__(self) -> typing.Self:
     return self
 
   def __next__(self) -> Batch:
-    """Raises ConfigError where a document cannot be read or is not what it was when it was indexed."""
+    """Makes the next batch.
+
+    Raises:
+      ConfigError: a document cannot be read or tokenized, or is not what it was when it was indexed.
+    """
     chosen: list[int] = []
     room_tokens = self._config.batch_tokens
     # No sample is longer than a batch or shorter than a token: at least one fits, and a full batch ends.
@@ -107,26 +118,38 @@ class Batcher:
     return Batch(samples, self._batches - 1, epoch, self.state())
 
   def _sample_at(self, ahead: int) -> int:
-    """The number in the index of the sample that is so far ahead in the order."""
+    """Returns the number in the index of the sample that is `ahead` places on in the order."""
     return int(self._order[self._position + ahead])
 
   def _read(self, sample: int) -> Sample:
     index = self.index
-    document, offset, length = (int(x[sample]) for x in (index.document, index.offset, index.length))
-    document_tokens = index.document_tokens[document]
-    content = self._source.read(document, offset, offset + length + 1)
-    expected_tokens = min(length + 1, document_tokens - offset)
-    if len(content) != expected_tokens or self._source.size_bytes(document) != document_tokens:
-      raise changed(self._source.name(document))
-    return make_sample(document, offset, length, content)
+    number, offset, length = (int(x[sample]) for x in (index.document, index.offset, index.length))
+    document = self._source[number]
+    tokens = self._tokenizer.encode(document, offset, offset + length + 1)
+    expected_tokens = min(length + 1, int(index.document_tokens[number]) - offset)
+    if len(tokens) != expected_tokens or document.size_bytes != index.document_bytes[number]:
+      raise changed(document)
+    # Embeddings would clamp it without a word.
+    assert tokens.min() >= 0 and tokens.max() < self._tokenizer.vocab_size, f'{document.name}: no such token'
+    return make_sample(number, offset, length, tokens)
 
   def _check(self, state: State) -> None:
     """Raises ConfigError unless this Batcher can go on from `state`."""
     expected = self.state()
-    if set(state) != set(expected) or not all(type(n) is int and n >= 0 for n in state.values()):
+    numbers = [name for name in expected if name != 'tokenizer']
+    if (
+      set(state) != set(expected)
+      or type(state['tokenizer']) is not str
+      or not all(type(n := state[name]) is int and n >= 0 for name in numbers)
+    ):
       raise ConfigError(
-        f'checkpoint: data state {state!r}: must map {", ".join(expected)} to whole numbers; it is of '
-        'another version or damaged, so start a new run'
+        f'checkpoint: data state {state!r}: must map tokenizer to a name and {", ".join(numbers)} to whole '
+        'numbers; it is of another version or damaged, so start a new run'
+      )
+    if state['tokenizer'] != self._config.tokenizer:
+      raise ConfigError(
+        f'DataConfig.tokenizer = {self._config.tokenizer!r}: the run to resume had {state["tokenizer"]!r}, '
+        'and its samples and its model are made of those tokens; set what it had, or start a new run'
       )
     if state['seed'] != self._config.seed:
       raise ConfigError(
@@ -149,13 +172,25 @@ def _epoch_size(state: State) -> str:
 
 
 def _shuffled_order(num_samples: int, seed: int) -> typing.Any:
-  """The endless order: entry `epoch * num_samples + i` is the i-th sample of that epoch.
+  """Returns the endless order: entry `epoch * num_samples + i` is the i-th sample of that epoch.
 
   It is computed entry by entry, so that it takes no memory and a resumed run pays for no entry it skips.
   """
   import grain  # Here, since it imports JAX, which this module's other users may not have started yet.
 
+  order = grain.MapDataset.range(num_samples)
+  for word in _shuffle_seeds(seed):
+    order = order.shuffle(seed=word)
+  return order.repeat()
+
+
+def _shuffle_seeds(seed: int) -> list[int]:
+  """Returns the seeds of the shuffles that make an epoch's order, each below 2 ** 32, the first one's first.
+
+  No two seeds below 2 ** 128 have the same: on four words of a seed, SeedSequence is one-to-one. Its first
+  word alone is not, but tells small seeds apart.
+  """
   # grain seeds an epoch with the sum of seed and epoch; run seeds 0 and 1 as they are would give the same
   # orders, one epoch apart.
-  scattered_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-  return grain.MapDataset.range(num_samples).shuffle(seed=scattered_seed).repeat()
+  words = np.random.SeedSequence(seed).generate_state(1 if seed < _FIRST_AMBIGUOUS_SEED else 4)
+  return [int(word) for word in words]

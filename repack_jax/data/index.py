@@ -1,7 +1,7 @@
-"""The samples of an epoch, known before a document is read: which pieces of which documents.
+"""The samples of an epoch, known before training begins: which pieces of which documents.
 
-One function, `index_samples(source, config) -> SampleIndex`, NumPy alone. A byte is a token, so the
-lengths of the documents are all it needs.
+One function, `index_samples(source, config) -> SampleIndex`, in NumPy alone. The number of tokens in each
+document is all it needs.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.checks import ConfigError
 from repack_jax.config import DataConfig
-from repack_jax.data.sources import Source
+from repack_jax.data.long_documents import Pieces, check_long_documents, kept_tokens
+from repack_jax.documents.documents import Source
+from repack_jax.documents.tokenizers import TOKENIZERS
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,8 @@ class SampleIndex:
     document: int64 [S], the number of the sample's document.
     offset: int64 [S], where in the document the sample begins, in tokens.
     length: int64 [S], its tokens, at least 1.
-    document_tokens: int64 [D], the whole documents' lengths.
+    document_tokens: int64 [D], the tokens of each whole document.
+    document_bytes: int64 [D], its size, by which it is seen to have changed.
     counts: `documents` in the source, of which `used_documents` have samples; `split_documents`,
       `truncated_documents`, `dropped_documents` and `empty_documents`; the `samples` and `epoch_tokens` of
       an epoch, and the `lost_tokens` that truncating and dropping leave out of it.
@@ -34,22 +36,23 @@ class SampleIndex:
   offset: np.ndarray
   length: np.ndarray
   document_tokens: np.ndarray
+  document_bytes: np.ndarray
   counts: dict[str, int]
 
   def __len__(self) -> int:
     return len(self.document)
 
   def crc32(self) -> int:
-    """A number that two indices share where their samples are the same."""
+    """Returns a checksum of the samples: which pieces of which documents they are."""
     return zlib.crc32(np.stack([self.document, self.offset, self.length]).tobytes())
 
   def describe(self) -> dict[str, int]:
-    """Returns what a summary shows: `counts`, `total_bytes`, and what the documents' lengths are like."""
-    sizes = self.document_tokens
-    names = ('min_bytes', 'median_bytes', 'p99_bytes', 'max_bytes')
-    percentiles = np.percentile(sizes, [0, 50, 99, 100], method='nearest')
-    lengths = {name: int(size) for name, size in zip(names, percentiles, strict=True)}
-    return self.counts | {'total_bytes': int(sizes.sum())} | lengths
+    """Returns what a summary shows: `counts`, `total_tokens`, and how long the documents are."""
+    lengths = self.document_tokens
+    names = ('min_tokens', 'median_tokens', 'p99_tokens', 'max_tokens')
+    percentiles = np.percentile(lengths, [0, 50, 99, 100], method='nearest')
+    spread = {name: int(length) for name, length in zip(names, percentiles, strict=True)}
+    return self.counts | {'total_tokens': int(lengths.sum())} | spread
 
 
 def index_samples(source: Source, config: DataConfig) -> SampleIndex:
@@ -59,47 +62,29 @@ def index_samples(source: Source, config: DataConfig) -> SampleIndex:
     ConfigError: a document cannot be used, or is too long where `long_documents` is `error`, or no
       document gives a sample.
   """
-  limit, policy = config.max_document_tokens, config.long_documents
-  sizes = np.fromiter((source.size_bytes(i) for i in range(len(source))), np.int64, len(source))
-  is_long = sizes > limit
-  if policy == 'error' and is_long.any():
-    longest = int(sizes.argmax())
-    raise ConfigError(
-      f'{source.name(longest)}: {sizes[longest]} tokens, more than DataConfig.max_document_tokens = {limit}, '
-      f'and the longest of {is_long.sum()} such documents; raise that, or set DataConfig.long_documents to '
-      "'split', 'truncate' or 'drop'"
-    )
-  kept = {
-    'split': sizes,
-    'truncate': np.minimum(sizes, limit),
-    'drop': np.where(is_long, 0, sizes),
-    'error': sizes,
-  }[policy]
-  if not kept.any():
-    raise ConfigError(
-      f'DataConfig.source = {config.source!r}: none of its {len(source)} documents can be used: each is '
-      f'empty or longer than DataConfig.max_document_tokens = {limit}; raise that or set '
-      "DataConfig.long_documents = 'split'"
-    )
-  pieces = -(-kept // limit)
-  document = np.repeat(np.arange(len(sizes)), pieces)
-  piece = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-  offset = piece * limit
+  tokenizer = TOKENIZERS[config.tokenizer]
+  document_bytes = np.fromiter((document.size_bytes for document in source), np.int64, len(source))
+  document_tokens = np.fromiter((tokenizer.count(document) for document in source), np.int64, len(source))
+  check_long_documents(document_tokens, config, lambda number: source[number].name)
+  kept = kept_tokens(document_tokens, config)
+  pieces = Pieces(kept, config)
+  document, offset, length = pieces.between(0, len(pieces))
   counts = {
-    'documents': len(sizes),
+    'documents': len(document_tokens),
     'used_documents': (kept > 0).sum(),
-    'split_documents': (pieces > 1).sum(),
-    'truncated_documents': ((kept > 0) & (kept < sizes)).sum(),
-    'dropped_documents': ((kept == 0) & (sizes > 0)).sum(),
-    'empty_documents': (sizes == 0).sum(),
-    'samples': len(document),
+    'split_documents': (pieces.of_document > 1).sum(),
+    'truncated_documents': ((kept > 0) & (kept < document_tokens)).sum(),
+    'dropped_documents': ((kept == 0) & (document_tokens > 0)).sum(),
+    'empty_documents': (document_tokens == 0).sum(),
+    'samples': len(pieces),
     'epoch_tokens': kept.sum(),
-    'lost_tokens': (sizes - kept).sum(),
+    'lost_tokens': (document_tokens - kept).sum(),
   }
   return SampleIndex(
     document=document,
     offset=offset,
-    length=np.minimum(kept[document] - offset, limit),
-    document_tokens=sizes,
+    length=length,
+    document_tokens=document_tokens,
+    document_bytes=document_bytes,
     counts={name: int(count) for name, count in counts.items()},
   )

@@ -1,6 +1,6 @@
 """Lengths without documents: files of lengths, and the batches that they make. NumPy only.
 
-The simulator plays steps from a few numbers a document, so it can play corpora that are not on this
+The simulator needs nothing of a document but its length, so it can play corpora that are not on this
 machine. A file is either a list of lengths or a histogram of them; `read_lengths` says which kinds there
 are, and `configs/lengths` holds some histograms.
 """
@@ -17,7 +17,9 @@ import numpy as np
 
 from repack_jax.checks import ConfigError, require
 from repack_jax.config import DataConfig, SimulatorConfig
-from repack_jax.data.sources import JsonlSource
+from repack_jax.data.jsonl import JsonlSource
+from repack_jax.data.long_documents import Pieces, check_long_documents, kept_tokens
+from repack_jax.documents.tokenizers import TOKENIZERS
 
 # No document is longer, and sums over a chunk or a large file stay far inside int64.
 MAX_LENGTH_TOKENS = 1 << 40
@@ -29,11 +31,11 @@ _SAVE_REMEDY = 'save one 1-D array of integers with np.save or np.savez(path, le
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-  """How many documents there are of which lengths, in `B` bins. Bins may leave gaps or overlap.
+  """How many documents have which lengths, in `B` bins. Bins may leave gaps or overlap.
 
   Attributes:
-    low, high: int64 [B], tokens of the shortest and the longest document of a bin, 1 <= low <= high.
-    count: int64 [B], documents of a bin, at least 0, and not all of them 0.
+    low, high: int64 [B], tokens of the shortest and the longest document in a bin, 1 <= low <= high.
+    count: int64 [B], documents in a bin, at least 0, and not all of them 0.
   """
 
   low: np.ndarray
@@ -49,18 +51,19 @@ class Histogram:
     return np.clip(drawn, low, high)
 
 
-def read_lengths(path: str | Path, text_field: str = 'text') -> np.ndarray | Histogram:
+def read_lengths(path: str | Path, data: DataConfig = DataConfig()) -> np.ndarray | Histogram:
   """Returns the lengths in a file, int64 [n], n >= 1, each at least 1; or a Histogram. `~` is expanded.
 
   What a file holds goes by its suffix:
   - `.npy`: one 1-D array of integers; `.npz`: the same, named `lengths` or the only one;
   - `.csv`: a Histogram, a bin a line below the header `low,high,count`, `high` inclusive;
-  - `.jsonl`: documents, a byte of their `text_field` a token. Empty ones are left out, as in training;
+  - `.jsonl`: documents, their `data.text_field` in tokens of `data.tokenizer`. Those without a token are left
+    out, as in training;
   - any other: text, one length a line.
   In `.csv` and text, blank lines and those that begin with `#` are skipped.
 
   Raises:
-    ConfigError: there is no such file, it cannot be read, or holds none or something else than lengths.
+    ConfigError: there is no such file, it cannot be read, or it holds no lengths or something else.
   """
   require(str(path) != '', 'SimulatorConfig.lengths', '', 'name a file of lengths, such as a .csv or .npz')
   path = Path(os.path.expanduser(path))
@@ -80,9 +83,9 @@ def read_lengths(path: str | Path, text_field: str = 'text') -> np.ndarray | His
   if suffix == '.csv':
     return _read_histogram(path)
   if suffix == '.jsonl':
-    source = JsonlSource(path, text_field)
-    sizes = np.fromiter((source.size_bytes(i) for i in range(len(source))), np.int64, len(source))
-    lengths = sizes[sizes > 0]
+    source, tokenizer = JsonlSource(path, data.text_field), TOKENIZERS[data.tokenizer]
+    tokens = np.fromiter((tokenizer.count(document) for document in source), np.int64, len(source))
+    lengths = tokens[tokens > 0]
   else:
     lengths = np.array([_whole_number(where, line, 1) for where, line in _lines(path)], np.int64)
   if not len(lengths):
@@ -113,12 +116,12 @@ def length_batches(
   chunks: Iterator[np.ndarray]
   if isinstance(lengths, Histogram):
     histogram = lengths
-    _check_long_documents(_scale_tail(_extremes(histogram, simulator), simulator), data)
+    check_long_documents(_scale_tail(_extremes(histogram, simulator), simulator), data)
     draws = (histogram.draw(rng, _CHUNK_SAMPLES) for _ in itertools.count())
     chunks = (_shorten(_scale_tail(draw, simulator), data) for draw in draws)
   else:
     lengths = _scale_tail(np.asarray(lengths, np.int64), simulator)
-    _check_long_documents(lengths, data)
+    check_long_documents(lengths, data)
     # Before the order is drawn: where few of many are kept, an epoch costs no more than those.
     chunks = _shuffled(_shorten(lengths, data), rng)
   return _batches(chunks, data)
@@ -130,7 +133,7 @@ def file_order_batches(lengths: np.ndarray, data: DataConfig) -> Iterator[np.nda
   As `length_batches` otherwise, in arguments, batches and errors.
   """
   lengths = np.asarray(lengths, np.int64)
-  _check_long_documents(lengths, data)
+  check_long_documents(lengths, data)
   return _batches(_chunks(_shorten(lengths, data)), data)
 
 
@@ -139,7 +142,7 @@ def _batches(chunks: Iterable[np.ndarray], data: DataConfig) -> Iterator[np.ndar
   batch_tokens = min(data.batch_tokens, 1 << 62)  # so that a sum with a chunk's tokens stays in int64
   parts: list[np.ndarray] = []
   room_tokens = batch_tokens
-  for chunk in itertools.chain.from_iterable(_split(chunk, data.max_document_tokens) for chunk in chunks):
+  for chunk in itertools.chain.from_iterable(_split(chunk, data) for chunk in chunks):
     ends = np.cumsum(chunk)
     start = used_tokens = 0
     while start < len(chunk):
@@ -156,19 +159,15 @@ def _batches(chunks: Iterable[np.ndarray], data: DataConfig) -> Iterator[np.ndar
     yield np.concatenate(parts)
 
 
-def _split(lengths: np.ndarray, limit: int) -> Iterator[np.ndarray]:
-  """Yields chunks of the pieces, of `limit` tokens and remainders, of the lengths, int64 [n], in order."""
-  if not len(lengths) or lengths.max() <= limit:
+def _split(lengths: np.ndarray, data: DataConfig) -> Iterator[np.ndarray]:
+  """Yields chunks of the lengths of the pieces that the lengths, int64 [n], are cut into, in order."""
+  if not len(lengths) or lengths.max() <= data.max_document_tokens:
     yield lengths
     return
-  pieces = -(-lengths // limit)
-  ends = np.cumsum(pieces)
-  # One document may have more pieces than memory holds, so only a chunk of them exists at a time.
-  for start in range(0, int(ends[-1]), _CHUNK_SAMPLES):
-    piece = np.arange(start, min(start + _CHUNK_SAMPLES, int(ends[-1])))
-    document = np.searchsorted(ends, piece, side='right')
-    offset = (piece - (ends - pieces)[document]) * limit
-    yield np.minimum(lengths[document] - offset, limit)
+  pieces = Pieces(lengths, data)
+  for start in range(0, len(pieces), _CHUNK_SAMPLES):
+    _, _, length = pieces.between(start, min(start + _CHUNK_SAMPLES, len(pieces)))
+    yield length
 
 
 def _shuffled(lengths: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
@@ -209,28 +208,13 @@ def _extremes(histogram: Histogram, simulator: SimulatorConfig) -> np.ndarray:
   return np.concatenate([low, high, np.clip(first - 1, low, high), np.clip(first, low, high)])
 
 
-def _check_long_documents(lengths: np.ndarray, data: DataConfig) -> None:
-  """Raises ConfigError where `long_documents` allows none of them beyond the limit, or leaves none over."""
-  limit, policy = data.max_document_tokens, data.long_documents
-  longest, shortest = int(lengths.max()), int(lengths.min())
-  if policy == 'error' and longest > limit:
-    raise ConfigError(
-      f'DataConfig.max_document_tokens = {limit}: less than the longest document, of {longest} tokens; raise '
-      "it, or set DataConfig.long_documents to 'split', 'truncate' or 'drop'"
-    )
-  if policy == 'drop' and shortest > limit:
-    raise ConfigError(
-      f"DataConfig.long_documents = 'drop': leaves nothing, as the shortest document has {shortest} tokens; "
-      f"raise DataConfig.max_document_tokens = {limit}, or set this to 'split' or 'truncate'"
-    )
-
-
 def _shorten(lengths: np.ndarray, data: DataConfig) -> np.ndarray:
-  """Returns the lengths that `long_documents` leaves: [n], or fewer where it drops. Splitting comes later."""
-  limit = min(data.max_document_tokens, MAX_LENGTH_TOKENS)
-  if data.long_documents == 'truncate':
-    return np.minimum(lengths, limit)
-  return lengths[lengths <= limit] if data.long_documents == 'drop' else lengths
+  """Returns what `long_documents` keeps of each length, without those of which it keeps nothing.
+
+  Splitting comes later.
+  """
+  kept = kept_tokens(lengths, data)
+  return kept[kept > 0]
 
 
 def _read_numpy(path: Path) -> np.ndarray:

@@ -13,11 +13,6 @@ import numpy as np
 from repack_jax.plan.arrays import NO_TARGET
 
 
-def tokenize_bytes(content: bytes) -> np.ndarray:
-  """Returns the bytes as tokens 0 ... 255, int32 [n]."""
-  return np.frombuffer(content, np.uint8).astype(np.int32)
-
-
 @dataclass(frozen=True, eq=False)
 class Sample:
   """A document or a piece of one.
@@ -39,15 +34,15 @@ class Sample:
     return len(self.tokens)
 
 
-def make_sample(document: int, offset: int, length: int, content: bytes) -> Sample:
+def make_sample(document: int, offset: int, length: int, tokens: np.ndarray) -> Sample:
   """Returns a sample of `length` tokens.
 
   Args:
-    content: those tokens and the document's next one, which is missing where the document ends with the
-      sample. With `truncate`, too, the last kept token has the one after it as its target: that one is
-      real data.
+    tokens: int32, those tokens and the document's next one, which is missing where the document ends with
+      the sample. The last token that `truncate` keeps also has the one after it, which is real data, as
+      its target.
   """
-  assert len(content) in (length, length + 1)
-  tokens = np.append(tokenize_bytes(content), np.int32(NO_TARGET))
+  assert len(tokens) in (length, length + 1)
+  tokens = np.append(tokens, np.int32(NO_TARGET))
   tokens.setflags(write=False)
   return Sample(document, offset, tokens[:length], tokens[1 : length + 1])

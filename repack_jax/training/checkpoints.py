@@ -49,7 +49,7 @@ class Checkpoints:
     )
     self._manager.save(position.done, args=parts)
 
-  def restore(self, shapes: Any) -> tuple[Any, dict[str, int]]:
+  def restore(self, shapes: Any) -> tuple[Any, dict[str, int | str]]:
     """The latest checkpoint as (state, data state).
 
     Args:

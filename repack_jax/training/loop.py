@@ -12,7 +12,7 @@ from repack_jax.training.hooks import Every, call_hooks
 from repack_jax.training.planned_steps import PlannedStep
 from repack_jax.training.step import TrainState, TrainStep
 
-DataState = dict[str, int]
+DataState = dict[str, int | str]
 
 
 @dataclass(frozen=True)
