@@ -69,7 +69,7 @@ class Setup:
   """What a run is made of, in the order it comes to be: devices, mesh, documents, programs."""
 
   def __init__(self, run: RunConfig):
-    from repack_jax import mesh as meshes
+    from repack_jax.parallel import mesh as meshes
 
     meshes.start_devices(run.cluster)
     from repack_jax.data.index import index_samples
@@ -237,7 +237,7 @@ def _claim_workdir(run: RunConfig, workdir: Path) -> None:
   """Makes the workdir and writes `resolved.gin`; raises ConfigError where it cannot be written."""
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / 'resolved.gin').write_text(resolved(run))
+    (workdir / 'resolved.gin').write_text(resolved(run), encoding='utf-8')
   except OSError as error:
     raise ConfigError(f'--workdir {workdir}: cannot be written ({error.strerror})') from error
 

@@ -1,5 +1,6 @@
 """Config files and overrides: what they load to, and the one message for each mistake."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -7,9 +8,21 @@ from pathlib import Path
 
 import gin
 import pytest
+from messages import message_of as message
 
 from repack_jax.checks import ConfigError
-from repack_jax.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, gin_files
+from repack_jax.config import (
+  DataConfig,
+  ModelConfig,
+  OptimizerConfig,
+  RunConfig,
+  SimulatorConfig,
+  TrainConfig,
+  gin_files,
+  paths,
+)
+from repack_jax.data.lengths import Histogram, read_lengths
+from repack_jax.data.sources import open_source
 
 
 def load(text, *overrides):
@@ -44,7 +57,9 @@ def test_later_bindings_win():
     "DataConfig.source='a b'",
     'TrainConfig.steps=4',
   )
-  assert (run.train.steps, run.train.seed, run.data.seed, run.data.source) == (4, 2, 1, 'a b')
+  assert (run.train.steps, run.train.seed, run.data.seed, run.data.source) == (
+    4, 2, 1, str(Path('a b').resolve()),
+  )  # fmt: skip
   second = Path('second.gin')
   second.write_text('TrainConfig.seed = 5\n')
   assert gin_files.load(['run.gin', 'second.gin'], []).train == TrainConfig(steps=2, seed=5)
@@ -56,6 +71,134 @@ def test_include_is_found_beside_the_including_file(working_directory):
   (folder / 'base.gin').write_text('TrainConfig.steps = 1\n')
   (folder / 'run.gin').write_text("include 'base.gin'\n")
   assert gin_files.load(['configs/run.gin'], []).train.steps == 1
+
+
+def test_include_of_a_config_that_comes_with_the_package(working_directory):
+  assert load("include 'clusters/h200.gin'\n").cluster.memory_bytes == 1.41e11
+  (working_directory / 'clusters').mkdir()
+  (working_directory / 'clusters/h200.gin').write_text('ClusterConfig.memory_bytes = 7\n')
+  assert load("include 'clusters/h200.gin'\n").cluster.memory_bytes == 7
+
+
+def test_configs_that_come_with_the_package_are_found_by_name(working_directory):
+  paper = gin_files.load(['sim/paper_1f3s.gin'], [])
+  assert paper.cluster.num_ranks == 32
+  lengths = Path(paper.simulator.lengths)
+  assert lengths.is_absolute() and lengths.is_file() and '..' not in lengths.parts
+  (working_directory / 'sim').mkdir()
+  assert gin_files.load(['sim/paper_1f3s.gin'], []) == paper  # a folder of that name hides nothing
+  (working_directory / 'sim/paper_1f3s.gin').write_text('TrainConfig.steps = 7\n')
+  assert gin_files.load(['sim/paper_1f3s.gin'], []).train.steps == 7
+  with pytest.raises(ConfigError) as caught:
+    gin_files.load(['clusters/h900.gin'], [])
+  packaged = paths.packaged_configs() / 'clusters/h900.gin'
+  assert str(caught.value) == (
+    "clusters/h900.gin: no such config file; did you mean 'clusters/h200.gin'? "
+    f'(tried {working_directory}/clusters/h900.gin and {packaged})'
+  )
+
+
+@pytest.fixture
+def folders(working_directory):
+  """A config in `there/`, and the current folder `here/`; `files` writes more."""
+  for name in ('here', 'there/deep'):
+    (working_directory / name).mkdir(parents=True)
+  os.chdir(working_directory / 'here')
+  return working_directory
+
+
+def lengths_of(folder, text, *overrides):
+  file = folder / 'there/run.gin'
+  file.write_text(text)
+  return gin_files.load([str(file)], list(overrides)).simulator.lengths
+
+
+def test_a_path_is_looked_up_beside_its_file_and_then_in_the_current_folder(folders):
+  text = "SimulatorConfig.lengths = 'x.csv'\n"
+  (folders / 'here/x.csv').write_text('')
+  assert lengths_of(folders, text) == str(folders / 'here/x.csv')
+  (folders / 'there/x.csv').write_text('')
+  assert lengths_of(folders, text) == str(folders / 'there/x.csv')
+  assert lengths_of(folders, text, "SimulatorConfig.lengths='x.csv'") == str(folders / 'here/x.csv')
+  (folders / 'here/x.csv').unlink()
+  assert not os.path.exists(lengths_of(folders, text, "SimulatorConfig.lengths='x.csv'"))
+  assert lengths_of(folders, "SimulatorConfig.lengths = '../there/deep/../x.csv'") == str(
+    folders / 'there/x.csv'
+  )
+  assert lengths_of(folders, f"SimulatorConfig.lengths = '{folders}/there/x.csv'") == str(
+    folders / 'there/x.csv'
+  )
+
+
+def test_a_path_behind_an_include_or_a_macro_belongs_to_the_file_it_is_written_in(folders):
+  (folders / 'there/deep/base.gin').write_text("file = 'x.csv'\nSimulatorConfig.lengths = %file\n")
+  for name in ('there/deep', 'there', 'here'):
+    (folders / name / 'x.csv').write_text('')
+  included = "include 'deep/base.gin'\n"
+  assert lengths_of(folders, included) == str(folders / 'there/deep/x.csv')
+  assert lengths_of(folders, included + "file = 'x.csv'\n") == str(folders / 'there/x.csv')
+  assert lengths_of(folders, included, "file='x.csv'") == str(folders / 'here/x.csv')
+
+
+def test_paths_through_links_and_the_home_folder(folders, monkeypatch):
+  monkeypatch.setenv('HOME', str(folders / 'there'))
+  (folders / 'there/x.csv').write_text('')
+  assert lengths_of(folders, "SimulatorConfig.lengths = '~/x.csv'") == str(folders / 'there/x.csv')
+  (folders / 'here/docs.jsonl').symlink_to(folders / 'there/x.csv')
+  run = gin_files.load([], ["DataConfig.source='docs.jsonl'"])
+  assert run.data.source == str(folders / 'here/docs.jsonl')  # a link keeps its name, whose suffix counts
+  (folders / 'here/link').symlink_to(folders / 'there/deep')
+  found = lengths_of(folders, '', "SimulatorConfig.lengths='link/../x.csv'")
+  assert found == str(folders / 'there/x.csv')
+
+
+def test_words_that_are_no_paths_stay(folders):
+  (folders / 'here/stdlib').mkdir()
+  assert gin_files.load([], ["DataConfig.source='stdlib'"]).data.source == 'stdlib'
+  assert gin_files.load([], ["DataConfig.source='./stdlib'"]).data.source == str(folders / 'here/stdlib')
+  assert lengths_of(folders, "SimulatorConfig.lengths = ''\n") == ''
+
+
+def test_a_file_that_is_nowhere_is_a_mistake_where_it_is_opened(folders):
+  file = folders / 'there/run.gin'
+  file.write_text("SimulatorConfig.lengths = 'no.csv'\nDataConfig.source = '../docs'\n")
+  run = gin_files.load([str(file)], [])
+  assert message(read_lengths, run.simulator.lengths) == (
+    f"{file}:1: SimulatorConfig.lengths = 'no.csv': no such file or folder "
+    f'(tried {folders}/there/no.csv and {folders}/here/no.csv); name a file of lengths'
+  )
+  assert message(open_source, run.data).startswith(
+    f"{file}:2: DataConfig.source = '../docs': no such file or folder (tried {folders}/docs); set DataConfig."
+  )
+  run = gin_files.load([], ["SimulatorConfig.lengths='no.csv'"])
+  assert message(read_lengths, run.simulator.lengths) == (
+    f"--set: SimulatorConfig.lengths = 'no.csv': no such file or folder (tried {folders}/here/no.csv); "
+    'name a file of lengths'
+  )
+  assert copy.deepcopy(run) == run
+  (folders / 'here/no.csv').write_text('low,high,count\n1,2,3\n')
+  assert isinstance(read_lengths(run.simulator.lengths), Histogram)  # it has come in the meantime
+
+
+def test_resolved_means_the_same_in_any_folder(folders):
+  for name in ('here/docs', 'there/docs'):
+    (folders / name).mkdir()
+  for name in ('here/x.csv', 'there/x.csv'):
+    (folders / name).write_text('')
+  for lengths in ('x.csv', 'no.csv'):
+    settings = ["DataConfig.source='docs'", f"SimulatorConfig.lengths='{lengths}'"]
+    os.chdir(folders / 'here')
+    run = gin_files.load([], settings)
+    (folders / 'there/resolved.gin').write_text(gin_files.resolved(run), encoding='utf-8')
+    for name in ('here', 'there', 'there/deep'):
+      os.chdir(folders / name)
+      assert gin_files.load([str(folders / 'there/resolved.gin')], []) == run
+
+
+def test_resolved_writes_a_relative_path_as_what_it_means_here(folders):
+  (folders / 'here/x.csv').write_text('')
+  text = gin_files.resolved(RunConfig(simulator=SimulatorConfig(lengths='x.csv')))
+  assert lengths_of(folders, text) == str(folders / 'here/x.csv')
 
 
 def test_blocks_and_macros():
@@ -80,7 +223,7 @@ def test_global_state_is_cleared_before_and_after():
     RunConfig(),
     RunConfig(
       model=ModelConfig(qk_norm=False, rope_theta=1, norm_eps=1 / 3),
-      data=DataConfig(source='it\'s a "path"\\ with\n\u00e9 and \u2028', seed=2**40),
+      data=DataConfig(source='/it\'s a "path"\\ with\n\u00e9 and \u2028', seed=2**40),
       optimizer=OptimizerConfig(learning_rate=1e-300, eps=1.7976931348623157e308),
     ),
   ],
@@ -130,7 +273,8 @@ def test_resolved_refuses_what_gin_cannot_hold():
     ('PlannerConfig.mod = repack', "run.gin:1: PlannerConfig.mod: no such field; did you mean 'mode'?"),
     ('  TrainConfig.seed = 3\n TrainConfig.steps = 3', 'run.gin:2: cannot read `TrainConfig.steps = 3`: '),
     ('TrainConfig.steps = ' + '(' * 5000, 'run.gin:1: cannot read `TrainConfig.steps = ((('),
-    ("include 'gone.gin'", "run.gin:1: include 'gone.gin': there is no file 'gone.gin'; correct the path"),
+    ("include 'gone.gin'", "run.gin:1: include 'gone.gin': no such config file; give the path of a .gin "),
+    ("include 'runn.gin'", "run.gin:1: include 'runn.gin': no such config file; did you mean 'run.gin'?"),
   ],
 )  # fmt: skip
 def test_mistakes_in_a_file(text, expected):
@@ -201,6 +345,8 @@ def test_unreadable_files():
 
 
 def test_imports_without_jax():
-  code = "import sys; sys.modules['jax'] = None; from repack_jax import gin_files; gin_files.load([], [])"
-  root = Path(gin_files.__file__).parents[1]
+  code = (
+    "import sys; sys.modules['jax'] = None; from repack_jax.config import gin_files; gin_files.load([], [])"
+  )
+  root = Path(gin_files.__file__).parents[2]
   subprocess.run([sys.executable, '-c', code], check=True, env=os.environ | {'PYTHONPATH': str(root)})

@@ -5,6 +5,7 @@ from repack_jax.config.cluster import ClusterConfig
 from repack_jax.config.model import FULL, LAYER_SCOPES, SPARSE, ModelConfig
 from repack_jax.config.run import (
   MODES,
+  STDLIB,
   DataConfig,
   OptimizerConfig,
   PlannerConfig,
@@ -19,6 +20,7 @@ __all__ = [
   'LAYER_SCOPES',
   'MODES',
   'SPARSE',
+  'STDLIB',
   'ClusterConfig',
   'ConfigError',
   'DataConfig',

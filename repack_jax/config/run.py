@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from repack_jax.checks import check_choice, check_min, check_types, is_power_of_two, require
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.config.model import ModelConfig
+from repack_jax.config.paths import path_field
 
 MODES = ('static', 'parents', 'repack', 'solve')
+STDLIB = 'stdlib'
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class DataConfig:
     seed: of the order of samples, which is drawn anew each epoch.
   """
 
-  source: str = 'stdlib'
+  source: str = path_field(STDLIB, no_paths=(STDLIB,))
   file_glob: str = '**/*'
   text_field: str = 'text'
   batch_tokens: int = 8192
@@ -93,7 +95,7 @@ class PlannerConfig:
 
 @dataclass(frozen=True)
 class SimulatorConfig:
-  """What `scripts/simulate.py` plays: where its lengths come from.
+  """What `repack-simulate` plays: where its lengths come from.
 
   Attributes:
     lengths: a file of lengths (`repack_jax/data/lengths.py` says which kinds there are); `DataConfig` says
@@ -103,7 +105,7 @@ class SimulatorConfig:
     tail_from_tokens, tail_scale: lengths of at least `tail_from_tokens` are multiplied by `tail_scale`.
   """
 
-  lengths: str = ''
+  lengths: str = path_field('')
   steps: int = 200
   seed: int = 0
   tail_from_tokens: int = 0
@@ -150,7 +152,7 @@ class TrainConfig:
     seed: of the initial weights.
     checkpoint_every: steps between checkpoints; 0 keeps only the one written at the end.
     keep_checkpoints: how many of the latest are kept.
-    draw_every_steps: a page with the plan of every so manieth step goes to the workdir; 0 draws none.
+    draw_every_steps: steps between pages with a plan, which go to the workdir; 0 draws none.
     exchange: `ragged` (one native ragged all-to-all; TPU and GPU), `dense` (padded all-to-all; runs
       everywhere) or `auto` (ragged where the backend has it).
     attention: `pallas_tpu`, `cudnn` (bfloat16 on GPU), `blockwise` (portable), `reference` (dense mask, for

@@ -17,6 +17,7 @@ import numpy as np
 
 from repack_jax.checks import ConfigError, require
 from repack_jax.config import DataConfig, SimulatorConfig
+from repack_jax.config.paths import MissingPath
 from repack_jax.data.sources import JsonlSource
 
 # No document is longer, and sums over a chunk or a large file stay far inside int64.
@@ -63,6 +64,8 @@ def read_lengths(path: str | Path, text_field: str = 'text') -> np.ndarray | His
     ConfigError: there is no such file, it cannot be read, or holds none or something else than lengths.
   """
   require(str(path) != '', 'SimulatorConfig.lengths', '', 'name a file of lengths, such as a .csv or .npz')
+  if isinstance(path, MissingPath) and not os.path.exists(path):
+    raise ConfigError(f'{path.problem}; name a file of lengths')
   path = Path(os.path.expanduser(path))
   if not os.path.isfile(path):
     kind = (
