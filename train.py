@@ -224,7 +224,11 @@ def _check_workdir(run: RunConfig, workdir: Path) -> None:
   saved = workdir / 'resolved.gin'
   if saved.exists():
     before = load([str(saved)], [])
-    for old, new in ((before.model, run.model), (before.data, run.data)):
+    held = (
+      (*before.model.kinds, before.model, before.data),
+      (*run.model.kinds, run.model, run.data),
+    )
+    for old, new in zip(*held, strict=True):
       for name, value in vars(old).items():
         if value != getattr(new, name):
           raise ConfigError(

@@ -12,7 +12,7 @@ from repack_jax.training.context import StepContext
 
 
 class Attention(nnx.Module):
-  """Grouped-query attention with rotary positions: projections on this rank's tokens, core on the group's."""
+  """Grouped-query attention: projections and the kind's rotary positions here, the core in the group."""
 
   def __init__(self, config: ModelConfig, kind: str, out_std: float, rngs: nnx.Rngs):
     heads, kv, width = config.num_heads, config.num_kv_heads, config.head_dim
@@ -33,6 +33,8 @@ class Attention(nnx.Module):
     v = (x @ self.value[...]).reshape(-1, config.num_kv_heads, config.head_dim)
     if config.qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
-    q, k = (rotary(x, batch.positions, config.rope_theta) for x in (q, k))
+    theta = config.kind(self.kind).rope_theta
+    if theta:
+      q, k = (rotary(x, batch.positions, theta) for x in (q, k))
     y = ctx.attend(self.kind, q, k, v, batch)
     return y.reshape(-1, config.num_heads * config.head_dim) @ self.out[...]

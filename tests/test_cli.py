@@ -190,6 +190,9 @@ def test_workdir_of_another_run_and_workdir_that_is_none(capsys):
   Path('run/resolved.gin').write_text(resolved(load([MINI], [source, 'ModelConfig.d_model=32'])))
   argv = [*arguments(source), '--workdir', 'run']
   assert 'ModelConfig.d_model = 16: the run in run has 32' in error_of(capsys, argv)
+  window = 'SlidingWindowAttention.window_tokens=32'
+  Path('run/resolved.gin').write_text(resolved(load([MINI], [source, window])))
+  assert 'SlidingWindowAttention.window_tokens = 16: the run in run has 32' in error_of(capsys, argv)
   Path('file').write_text('mine')
   argv = [*arguments(source), '--workdir', 'file']
   assert '--workdir file: cannot be written' in error_of(capsys, argv)

@@ -23,6 +23,7 @@ from repack_jax.config import (
 )
 from repack_jax.data.lengths import Histogram, read_lengths
 from repack_jax.data.sources import open_source
+from repack_jax.kinds import KINDS, FullAttention, SlidingWindowAttention
 
 
 def load(text, *overrides):
@@ -201,6 +202,43 @@ def test_resolved_writes_a_relative_path_as_what_it_means_here(folders):
   assert lengths_of(folders, text) == str(folders / 'here/x.csv')
 
 
+def test_settings_of_layer_kinds():
+  text = 'SlidingWindowAttention.window_tokens = 4096\nFullAttention:\n  rope_theta = 0\n'
+  model = load(text, 'SlidingWindowAttention.window_tokens=64').model
+  assert model.kinds == (FullAttention(rope_theta=0), SlidingWindowAttention(window_tokens=64))
+  assert model.kind('S').window_tokens == 64 and model.kind('F').rope_theta == 0
+  assert (
+    model.with_kind(FullAttention())
+    == load(text, 'FullAttention.rope_theta=10000', 'SlidingWindowAttention.window_tokens=64').model
+  )
+  resolved = gin_files.resolved(RunConfig(model=model))
+  assert 'FullAttention.rope_theta = 0\n' in resolved and 'kinds' not in resolved
+
+
+def test_sections_are_all_configs_that_hold_fields():
+  names = [type(section).__name__ for section in RunConfig().sections()]
+  assert names == [
+    'ClusterConfig', 'ModelConfig', 'FullAttention', 'SlidingWindowAttention', 'DataConfig', 'PlannerConfig',
+    'OptimizerConfig', 'TrainConfig', 'SimulatorConfig',
+  ]  # fmt: skip
+
+
+def test_a_model_has_one_object_of_each_kind_in_order():
+  assert [kind.letter for kind in ModelConfig().kinds] == list(KINDS)
+  for kinds in ((), (SlidingWindowAttention(), FullAttention()), (FullAttention(),)):
+    assert 'must be one object of each of FullAttention, SlidingWindowAttention, in this order' in message(
+      lambda kinds=kinds: ModelConfig(kinds=kinds)
+    )
+  assert 'must be of type tuple of LayerKind' in message(lambda: ModelConfig(kinds=(3,)))
+
+  class Mine(FullAttention):
+    pass
+
+  assert 'Mine is not in repack_jax.kinds.KINDS' in message(ModelConfig().with_kind, Mine())
+  with pytest.raises(KeyError):
+    ModelConfig().kind('X')
+
+
 def test_blocks_and_macros():
   text = 'n = 20\nTrainConfig:\n  steps = %n  # of the run\n  seed = 3\n'
   assert load(text).train == TrainConfig(steps=20, seed=3)
@@ -222,7 +260,7 @@ def test_global_state_is_cleared_before_and_after():
   [
     RunConfig(),
     RunConfig(
-      model=ModelConfig(qk_norm=False, rope_theta=1, norm_eps=1 / 3),
+      model=ModelConfig(qk_norm=False, norm_eps=1 / 3).with_kind(SlidingWindowAttention(1, 7)),
       data=DataConfig(source='/it\'s a "path"\\ with\n\u00e9 and \u2028', seed=2**40),
       optimizer=OptimizerConfig(learning_rate=1e-300, eps=1.7976931348623157e308),
     ),
@@ -247,6 +285,23 @@ def test_resolved_refuses_what_gin_cannot_hold():
   ('text', 'expected'),
   [
     ('\nTrainConfig.stepz = 20', "run.gin:2: TrainConfig.stepz: no such field; did you mean 'steps'?"),
+    (
+      'ModelConfig.window_tokens = 64',
+      '1: ModelConfig.window_tokens: no such field; did you mean SlidingWindowAttention.window_tokens?',
+    ),
+    (
+      'ModelConfig.rope_theta = 64',
+      'did you mean FullAttention.rope_theta or SlidingWindowAttention.rope_theta?',
+    ),
+    (
+      'ModelConfig.kinds = 3',
+      'run.gin:1: ModelConfig.kinds: not bound as a whole; bind the fields of FullAttention or Sliding',
+    ),
+    ("FullAttention.letter = 'X'", 'run.gin:1: FullAttention.letter: no such field; choose one of rope_'),
+    (
+      "ModelConfig.pattern = 'FX'",
+      "run.gin:1: ModelConfig.pattern = 'FX': use only the letters F (full), S (sliding-window), for example",
+    ),
     ('TrainConfg.steps = 20', "run.gin:1: TrainConfg: no such class; did you mean 'TrainConfig'?"),
     ('Xyzzy.steps = 20', 'run.gin:1: Xyzzy: no such class; choose one of ClusterConfig, '),
     ('TrainConfg:\n  steps = 20', "run.gin:1: TrainConfg: no such class; did you mean 'TrainConfig'?"),
@@ -289,6 +344,11 @@ def test_mistakes_in_a_file(text, expected):
     ('=3', '--set =3: write Class.field=value'),
     ('TrainConfig.steps=3\nTrainConfig.seed=4', 'write Class.field=value'),
     ("include 'a=b'", 'write Class.field=value'),
+    (
+      'SlidingWindowAttention.window_tokens=0',
+      '--set: SlidingWindowAttention.window_tokens = 0: must be at least 1',
+    ),
+    ('window_tokens=3', 'a field needs its class; write SlidingWindowAttention.window_tokens'),
     ('steps=3', '--set steps=3: steps: a field needs its class; write TrainConfig.steps'),
     ('nn=3', "--set nn=3: nn: no such macro; did you mean 'n'?"),
     ('PlannerConfig.mode=repack', "PlannerConfig.mode='repack'"),

@@ -14,9 +14,11 @@ from repack_jax.config.run import (
   TrainConfig,
   allowed_sp_degrees,
 )
+from repack_jax.kinds import KINDS, FullAttention, LayerKind, SlidingWindowAttention
 
 __all__ = [
   'FULL',
+  'KINDS',
   'LAYER_SCOPES',
   'MODES',
   'SPARSE',
@@ -24,11 +26,14 @@ __all__ = [
   'ClusterConfig',
   'ConfigError',
   'DataConfig',
+  'FullAttention',
+  'LayerKind',
   'ModelConfig',
   'OptimizerConfig',
   'PlannerConfig',
   'RunConfig',
   'SimulatorConfig',
+  'SlidingWindowAttention',
   'TrainConfig',
   'allowed_sp_degrees',
 ]

@@ -39,16 +39,29 @@ from gin import config_parser
 
 from repack_jax.checks import ConfigError
 from repack_jax.config import RunConfig, paths
+from repack_jax.config.run import parts
 
 _OVERRIDE = '--set'
 _OVERRIDE_FORM = 'write Class.field=value, for example --set TrainConfig.steps=20'
 
-# Name of each config class -> the class, and -> the field of RunConfig that holds it.
-_CLASSES: dict[str, type[typing.Any]] = {
-  type(field.default).__name__: type(field.default) for field in dataclasses.fields(RunConfig)
-}
-_SECTIONS = {type(field.default).__name__: field.name for field in dataclasses.fields(RunConfig)}
-_FIELD_TYPES = {name: typing.get_type_hints(cls) for name, cls in _CLASSES.items()}
+# Name of each config class -> the class, its own fields' types, and the fields that hold further configs.
+_SECTIONS = {type(config).__name__: config for config in RunConfig().sections()}
+_CLASSES: dict[str, type[typing.Any]] = {name: type(config) for name, config in _SECTIONS.items()}
+_PARTS = {name: parts(config) for name, config in _SECTIONS.items()}
+
+
+def _own_fields(config: typing.Any) -> list[dataclasses.Field[typing.Any]]:
+  """The fields of a config that hold values, not further configs."""
+  held = parts(config)
+  return [field for field in dataclasses.fields(config) if field.name not in held]
+
+
+def _own_types(config: typing.Any) -> dict[str, typing.Any]:
+  hints = typing.get_type_hints(type(config))
+  return {field.name: hints[field.name] for field in _own_fields(config)}
+
+
+_FIELD_TYPES = {name: _own_types(config) for name, config in _SECTIONS.items()}
 _CONFIG_FOLDERS = (paths.CURRENT_FOLDER, paths.packaged_configs())
 
 for _name, _cls in _CLASSES.items():
@@ -96,7 +109,7 @@ def resolved(run: RunConfig) -> str:
   ]
   for config in run.sections():
     lines.append('')
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+    for field in _own_fields(config):
       key, value = f'{type(config).__name__}.{field.name}', getattr(config, field.name)
       if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f'{key} = {value!r}: must be a finite number')
@@ -126,6 +139,9 @@ def _check_field(where: str, cls: str, field: str) -> None:
     raise ConfigError(f'{where}: {cls}: no such class; {_did_you_mean(cls.split(".")[-1], _CLASSES)}')
   if field in _FIELD_TYPES[cls]:
     return
+  if field in _PARTS[cls]:
+    names = ' or '.join(type(part).__name__ for part in _PARTS[cls][field])
+    raise ConfigError(f'{where}: {cls}.{field}: not bound as a whole; bind the fields of {names}')
   owners = [f'{other}.{field}' for other, types in _FIELD_TYPES.items() if field in types]
   remedy = f'did you mean {" or ".join(owners)}?' if owners else _did_you_mean(field, _FIELD_TYPES[cls])
   raise ConfigError(f'{where}: {cls}.{field}: no such field; {remedy}')
@@ -246,9 +262,8 @@ class _Loader:
       if name not in self._macros_used:
         raise ConfigError(f'{where}: {_unknown_macro(name, ())}')
     try:
-      # The bindings, not gin's wrapper of the class: that one would append its own text to our errors.
-      configs = {_SECTIONS[name]: cls(**self._values(name)) for name, cls in _CLASSES.items()}
-      return RunConfig(**configs)
+      run: RunConfig = self._built(RunConfig())
+      return run
     except ConfigError as error:
       field = str(error).partition(' = ')[0]
       where = f'{self._origins[field]}: ' if field in self._origins else ''
@@ -257,10 +272,20 @@ class _Loader:
       names = ', '.join(f'%{name}' for name in self._macros_defined)
       raise ConfigError(f'macros {names}: one of them refers to itself; give it a plain value') from None
 
-  def _values(self, cls: str) -> dict[str, typing.Any]:
-    """Returns what is bound to the fields of a class, macros resolved and files located."""
+  def _built(self, default: typing.Any) -> typing.Any:
+    """Returns a config of this class and its parts from what is bound to their fields."""
+    values = self._values(default) if type(default).__name__ in _CLASSES else {}
+    for name, held in parts(default).items():
+      built = tuple(self._built(part) for part in held)
+      values[name] = built if isinstance(getattr(default, name), tuple) else built[0]
+    # The class itself, not gin's wrapper of it: that one would append its own text to our errors.
+    return type(default)(**values)
+
+  def _values(self, config: typing.Any) -> dict[str, typing.Any]:
+    """Returns what is bound to the fields of a config's class, macros resolved and files located."""
+    cls = type(config).__name__
     values = gin.get_bindings(cls)
-    for field in dataclasses.fields(_CLASSES[cls]):
+    for field in _own_fields(config):
       text = values.get(field.name)
       if isinstance(text, _Text):
         key, plain = f'{cls}.{field.name}', str(text)

@@ -8,7 +8,9 @@ Loading them from gin files is in `gin_files.py`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from repack_jax.checks import check_choice, check_min, check_types, is_power_of_two, require
 from repack_jax.config.cluster import ClusterConfig
@@ -188,6 +190,25 @@ def allowed_sp_degrees(cluster: ClusterConfig, model: ModelConfig, planner: Plan
   return tuple(p for p in model.sp_degrees if p <= widest)
 
 
+def parts(config: Any) -> dict[str, tuple[Any, ...]]:
+  """Returns the configs that the fields of a config hold, each alone or in a tuple, by the field's name."""
+  held = {}
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    values = value if isinstance(value, tuple) else (value,)
+    if values and all(dataclasses.is_dataclass(item) for item in values):
+      held[field.name] = values
+  return held
+
+
+def sections(config: Any) -> Iterator[Any]:
+  """Yields a config, then its parts, each with its own behind it."""
+  yield config
+  for held in parts(config).values():
+    for part in held:
+      yield from sections(part)
+
+
 @dataclass(frozen=True)
 class RunConfig:
   """All configs, checked against each other."""
@@ -236,6 +257,6 @@ class RunConfig:
       'documents are tokenized into bytes, which needs at least 256 entries',
     )  # fmt: skip
 
-  def sections(self) -> tuple[object, ...]:
-    """The configs in the order of the fields."""
-    return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+  def sections(self) -> tuple[Any, ...]:
+    """Returns the configs that fields are bound in, in the order of the fields, each before its parts."""
+    return tuple(section for part in parts(self).values() for config in part for section in sections(config))

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from repack_jax.config import FULL, SPARSE
+FULL, SPARSE = 'F', 'S'  # as in config/model.py, which imports this module by way of kinds.py
 
 # The two layouts of a plan: whose groups of ranks the exchanges of a layer span.
 PARENTS, CHILDREN = 'parents', 'children'

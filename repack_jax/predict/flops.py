@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from repack_jax.config import FULL, ModelConfig
+from repack_jax.config import ModelConfig
 
 TRAIN_OVER_FORWARD = 3
 
@@ -58,8 +58,7 @@ def attention_pairs(length: np.ndarray | int, window_tokens: int | None) -> np.n
 
 def attention_flops(model: ModelConfig, length: np.ndarray | int, kind: str) -> np.ndarray:
   """Scores and weighted values of one layer for samples of these lengths, int64 [...]."""
-  window = None if kind == FULL else model.window_tokens
-  return 4 * model.num_heads * model.head_dim * attention_pairs(length, window)
+  return 4 * model.num_heads * model.head_dim * model.kind(kind).pairs(length)
 
 
 def sample_flops(model: ModelConfig, length: np.ndarray | int) -> np.ndarray:

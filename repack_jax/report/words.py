@@ -47,7 +47,7 @@ def describe_model(model: ModelConfig) -> str:
   kinds = model.layer_kinds
   parts = [f'{count(len(kinds), "layer")} of pattern {model.pattern}: {kinds.count(FULL)} full']
   if SPARSE in kinds:
-    parts[0] += f', {kinds.count(SPARSE)} sparse with a window of {model.window_tokens:,} tokens'
+    parts[0] += f', {kinds.count(SPARSE)} sparse with {model.kind(SPARSE).describe()}'
   parts.append(
     f'width {model.d_model:,}, {count(model.num_heads, "query head")} and {model.num_kv_heads} for '
     f'keys and values, {model.head_dim} wide'

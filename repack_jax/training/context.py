@@ -48,7 +48,7 @@ class StepContext:
     Over the rank's group for what it holds of the group's stream, and on the rank alone for solo samples;
     each part is zero on the other's rows.
     """
-    window = None if kind == FULL else self.model.window_tokens
+    window = None if kind == FULL else self.model.kind(kind).window_tokens
     route = batch.full if kind == FULL else batch.sparse
     out = ulysses_attention(self.exchange[kind], self.attention, window, q, k, v, route)
     if self.has_solo:
