@@ -25,20 +25,30 @@ def check_types(config: object) -> None:
   """Raises ConfigError where a field's value is not of its annotated type (int is taken for float)."""
   hints = typing.get_type_hints(type(config))
   for field in dataclasses.fields(config):  # type: ignore[arg-type]
-    value = getattr(config, field.name)
-    hint = hints[field.name]
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    ok = any(
-      (kind is float and isinstance(value, int | float) and not isinstance(value, bool))
-      or (kind is int and isinstance(value, int) and not isinstance(value, bool))
-      or (kind not in (int, float) and isinstance(value, kind))
-      for kind in allowed
-    )
-    names = ' or '.join(kind.__name__ for kind in allowed)
-    hint_quotes = ' (quote strings in gin)' if allowed == (str,) else ''
+    value, hint = getattr(config, field.name), hints[field.name]
     name = f'{type(config).__name__}.{field.name}'
-    require(ok, name, value, f'must be of type {names}{hint_quotes}')
+    hint_quotes = ' (quote strings in gin)' if hint is str else ''
+    require(_is_of(value, hint), name, value, f'must be of type {_type_name(hint)}{hint_quotes}')
     require(not isinstance(value, float) or math.isfinite(value), name, value, 'must be a finite number')
+
+
+def _is_of(value: object, hint: typing.Any) -> bool:
+  """Whether a value is of a type, of one of a union, or a tuple[type, ...]."""
+  if isinstance(hint, types.UnionType):
+    return any(_is_of(value, option) for option in typing.get_args(hint))
+  if typing.get_origin(hint) is tuple:
+    return isinstance(value, tuple) and all(_is_of(item, typing.get_args(hint)[0]) for item in value)
+  if hint in (int, float):
+    return isinstance(value, int | hint) and not isinstance(value, bool)
+  return isinstance(value, hint)
+
+
+def _type_name(hint: typing.Any) -> str:
+  if isinstance(hint, types.UnionType):
+    return ' or '.join(map(_type_name, typing.get_args(hint)))
+  if typing.get_origin(hint) is tuple:
+    return f'tuple of {_type_name(typing.get_args(hint)[0])}'
+  return str(hint.__name__)
 
 
 def check_choice(config: object, **choices: tuple[str, ...]) -> None:

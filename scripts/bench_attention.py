@@ -18,6 +18,7 @@ import numpy as np
 
 from repack_jax.commands import command_line
 from repack_jax.config import ModelConfig
+from repack_jax.kinds import SlidingWindowAttention
 from repack_jax.ops.attention import attention
 from repack_jax.ops.attention.reference import visible
 
@@ -136,9 +137,9 @@ def main() -> None:
   parser.add_argument('--budget-s', type=float, default=40, help='start no round of a case after this (40)')
   parser.add_argument('--dense-limit-gib', type=float, default=4, help='skip dense ones that need more (4)')
   args = parser.parse_args()
-  ModelConfig(
-    num_heads=args.heads, num_kv_heads=args.kv_heads, head_dim=args.head_dim, window_tokens=args.window
-  )  # raises what a user should know of these
+  # These raise what a user should know of the arguments.
+  ModelConfig(num_heads=args.heads, num_kv_heads=args.kv_heads, head_dim=args.head_dim)
+  SlidingWindowAttention(window_tokens=args.window)
   rows = [
     bench_case(args, tokens, pack, window, backward)
     for tokens in args.lengths

@@ -35,6 +35,7 @@ from repack_jax.commands import command_line
 from repack_jax.config import DataConfig, ModelConfig, PlannerConfig, RunConfig, TrainConfig
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.data.samples import Sample
+from repack_jax.kinds import SlidingWindowAttention
 from repack_jax.ops.attention import IMPLEMENTATIONS, attention, blockwise
 from repack_jax.parallel import mesh
 from repack_jax.plan.arrays import NO_TARGET, pack
@@ -239,14 +240,14 @@ def step_config(shapes: Shapes, tiny: bool, experts: int, attention_name: str, e
   tokens = shapes.step_tokens
   model = ModelConfig(
     vocab_size=32768, d_model=4096, num_layers=4, pattern='FSSS', num_heads=32, num_kv_heads=4, head_dim=128,
-    window_tokens=shapes.window, num_experts=experts, experts_per_token=4, expert_width=1536,
+    num_experts=experts, experts_per_token=4, expert_width=1536,
     compute_dtype='bfloat16', remat='layer',
   )  # fmt: skip
   if tiny:
-    model = ModelConfig(num_heads=4, num_kv_heads=2, window_tokens=shapes.window, num_experts=experts)
+    model = ModelConfig(num_heads=4, num_kv_heads=2, num_experts=experts)
   return RunConfig(
     cluster=ClusterConfig(nodes=1, ranks_per_node=1, peak_flops_per_s=H200_PEAK_FLOPS_PER_S),
-    model=model,
+    model=model.with_kind(SlidingWindowAttention(window_tokens=shapes.window)),
     data=DataConfig(batch_tokens=tokens, max_document_tokens=tokens),
     planner=PlannerConfig(mode='repack', capacity_tokens=tokens),
     train=TrainConfig(attention=attention_name, exchange=exchange),

@@ -39,7 +39,7 @@ class PlainContext(StepContext):
   """The same layers without groups: attention on the rank's own tokens, no exchange."""
 
   def attend(self, kind, q, k, v, batch):
-    window = None if kind == FULL else self.model.window_tokens
+    window = None if kind == FULL else self.model.kind(kind).window_tokens
     return attention(q, k, v, batch.segments, window, self.attention.name)
 
 

@@ -20,7 +20,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from repack_jax.checks import ConfigError
@@ -42,6 +41,7 @@ from repack_jax.compile_check.rules import (
 from repack_jax.config import FULL, SPARSE, RunConfig
 from repack_jax.config.cluster import MAX_DOMAIN_RANKS
 from repack_jax.config.gin_files import load
+from repack_jax.config.paths import packaged_configs
 from repack_jax.data.batches import Batcher
 from repack_jax.data.index import index_samples
 from repack_jax.data.lengths import length_batches, read_lengths
@@ -52,7 +52,6 @@ from repack_jax.solver import SampleTooLong
 from repack_jax.solver.compare import plan_lengths
 
 _SEARCHED_BATCHES = 64
-_PROFILES = Path(__file__).resolve().parent.parent / 'configs' / 'clusters'
 
 
 class DoesNotFit(Exception):
@@ -61,7 +60,7 @@ class DoesNotFit(Exception):
 
 def run_on(run: RunConfig, where: topology.Topology) -> RunConfig:
   """The run with the topology's shape and memory; its planner's rates stay."""
-  profile = load([str(_PROFILES / where.machine.profile)], []).cluster
+  profile = load([str(packaged_configs() / 'clusters' / where.machine.profile)], []).cluster
   cluster = dataclasses.replace(
     run.cluster,
     platform=where.machine.platform,

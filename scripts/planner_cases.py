@@ -11,12 +11,13 @@ import numpy as np
 from repack_jax.config import MODES, ModelConfig, PlannerConfig, allowed_sp_degrees
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.data.lengths import Histogram
+from repack_jax.kinds import SlidingWindowAttention
 
 # 1F3S with experts, of the size that a few dozen GPUs train.
 MODEL = ModelConfig(
   vocab_size=128256, d_model=4096, num_layers=24, pattern='FSSS', num_heads=32, num_kv_heads=4, head_dim=128,
-  window_tokens=4096, num_experts=64, experts_per_token=4, expert_width=2048, compute_dtype='bfloat16',
-)  # fmt: skip
+  num_experts=64, experts_per_token=4, expert_width=2048, compute_dtype='bfloat16',
+).with_kind(SlidingWindowAttention(window_tokens=4096))  # fmt: skip
 # Slots follow the fullest rank: rounding them, or taking all of the capacity, would hide what planning gains.
 STEP_TOKENS = 1
 

@@ -18,6 +18,7 @@ from repack_jax.config import (
   TrainConfig,
 )
 from repack_jax.data.samples import Sample
+from repack_jax.kinds import SlidingWindowAttention
 from repack_jax.parallel import mesh
 from repack_jax.plan.arrays import PlanArrays, pack
 from repack_jax.plan.plan import Plan
@@ -25,10 +26,10 @@ from repack_jax.solver import solve
 from repack_jax.training.step import Sums, TrainStep
 
 MODEL = ModelConfig(
-  d_model=32, num_layers=2, pattern='FS', num_heads=32, num_kv_heads=4, head_dim=4, window_tokens=7,
+  d_model=32, num_layers=2, pattern='FS', num_heads=32, num_kv_heads=4, head_dim=4,
   num_experts=8, experts_per_token=2, expert_width=16, shared_expert_width=8, dense_layers=0,
   loss_vocab_chunk=100, init_std=0.2,
-)  # fmt: skip
+).with_kind(SlidingWindowAttention(window_tokens=7))  # fmt: skip
 MESHES = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (1, 8), 16: (2, 8), 32: (4, 8)}  # ranks: (nodes, a node)
 SLOTS = 256  # of the whole mesh
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from repack_jax.config import FULL, MODES, SPARSE, ClusterConfig, ModelConfig, PlannerConfig
+from repack_jax.kinds import SlidingWindowAttention
 from repack_jax.plan.plan import Plan
 from repack_jax.predict.cost_model import CostModel
 from repack_jax.predict.plan_times import predicted_s
@@ -15,12 +16,14 @@ from repack_jax.solver.bounds import compute_bound_s, lower_bound_s
 
 MODEL = ModelConfig(
   vocab_size=256, d_model=16, num_layers=4, pattern='FSSS', num_heads=16, num_kv_heads=4, head_dim=4,
-  window_tokens=16, num_experts=8, experts_per_token=2, expert_width=16, dense_layers=1, dense_width=24,
-)  # fmt: skip
+  num_experts=8, experts_per_token=2, expert_width=16, dense_layers=1, dense_width=24,
+).with_kind(SlidingWindowAttention(window_tokens=16))  # fmt: skip
 MODELS = {
   'experts': MODEL,
   'replicated': dataclasses.replace(MODEL, expert_placement='replicated', remat='none'),
-  'dense': dataclasses.replace(MODEL, num_experts=0, pattern='SF', window_tokens=60),
+  'dense': dataclasses.replace(MODEL, num_experts=0, pattern='SF').with_kind(
+    SlidingWindowAttention(window_tokens=60)
+  ),
   'sparse only': dataclasses.replace(MODEL, pattern='S'),
 }
 # The bounds leave out latencies, so there are none here.
@@ -149,7 +152,8 @@ def test_slowest_sample_by_hand():
 
 def test_where_ranks_drift_layers_balance_each_other():
   """One layer is bound by the longest sample, the other by all work: they add up only where ranks meet."""
-  model = dataclasses.replace(MODEL, num_layers=2, pattern='FS', num_experts=0, window_tokens=4)
+  model = dataclasses.replace(MODEL, num_layers=2, pattern='FS', num_experts=0)
+  model = model.with_kind(SlidingWindowAttention(window_tokens=4))
   config = PlannerConfig(capacity_tokens=80, max_sp_degree=1)
   lengths = [80] + [4] * 40
   clusters = [cluster_of((1, 1, 2), prefetch_layers=ahead) for ahead in (0, 1)]
@@ -167,7 +171,8 @@ def test_where_ranks_drift_layers_balance_each_other():
 
 def test_domains_drift_even_where_their_ranks_meet():
   """The bound layer by layer holds within a domain only."""
-  model = dataclasses.replace(MODEL, num_layers=2, pattern='FS', num_experts=0, window_tokens=4)
+  model = dataclasses.replace(MODEL, num_layers=2, pattern='FS', num_experts=0)
+  model = model.with_kind(SlidingWindowAttention(window_tokens=4))
   config = PlannerConfig(capacity_tokens=160, capacity_step_tokens=1, max_sp_degree=1)
   lengths = [80] + [4] * 40
   apart, together = (cluster_of(mesh, prefetch_layers=0) for mesh in ((2, 1, 1), (1, 1, 2)))

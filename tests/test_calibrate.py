@@ -11,6 +11,7 @@ import pytest
 
 from repack_jax.commands import command_line
 from repack_jax.config import ClusterConfig, ModelConfig, gin_files
+from repack_jax.config.paths import packaged_configs
 from repack_jax.parallel import mesh
 from repack_jax.predict import flops
 
@@ -153,7 +154,8 @@ def test_command_line_by_itself():
   )  # fmt: skip
   assert (process.returncode, process.stdout) == (2, '')
   assert process.stderr.splitlines() == [
-    'error: nowhere.gin: no such config file; give the path of a .gin file'
+    'error: nowhere.gin: no such config file; give the path of a .gin file '
+    f'(tried {Path("nowhere.gin").resolve()} and {packaged_configs() / "nowhere.gin"})'
   ]
 
 

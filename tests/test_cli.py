@@ -18,6 +18,7 @@ from repack_jax.training.checkpoints import Checkpoints
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = str(ROOT / 'tests' / 'mini.gin')
+DOCUMENTS = 'docs.jsonl'
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +33,8 @@ def write_documents(sizes, broken_line: int | None = None) -> str:
   lines = [json.dumps({'text': 'abcd' * (size // 4)}) for size in sizes]
   if broken_line is not None:
     lines[broken_line] = '{"text": "no end'
-  Path('docs.jsonl').write_text('\n'.join(lines))
-  return "DataConfig.source='docs.jsonl'"
+  Path(DOCUMENTS).write_text('\n'.join(lines))
+  return f"DataConfig.source='{DOCUMENTS}'"
 
 
 def arguments(*settings: str, config: str = MINI) -> list[str]:
@@ -114,7 +115,7 @@ def test_missing_config_file_and_unknown_flag(capsys):
   [
     (["DataConfig.source='nowhere'"], "DataConfig.source = 'nowhere': no such file or folder"),
     (["DataConfig.source='empty'"], "DataConfig.file_glob = '**/*': no file there matches"),
-    (["DataConfig.source='image.png'"], "DataConfig.source = 'image.png': not a source of documents"),
+    (["DataConfig.source='image.png'"], "/image.png': not a source of documents"),
     (['ClusterConfig.domains=16'], '16 x 2 x 2 = 64 ranks, but JAX sees 32 cpu devices'),
     (["TrainConfig.exchange='ragged'"], "TrainConfig.exchange = 'ragged'"),
   ],
@@ -144,12 +145,15 @@ def test_documents_that_no_policy_takes(capsys):
   source = write_documents([40, 40, 160])
   policy = "DataConfig.long_documents='error'"
   message = error_of(capsys, [*arguments(source, policy), '--workdir', 'run'])
-  assert message.startswith('docs.jsonl:3: 160 tokens, more than DataConfig.max_document_tokens = 120')
+  assert message.startswith(
+    f'{Path(DOCUMENTS).resolve()}:3: 160 tokens, more than DataConfig.max_document_tokens = 120'
+  )
 
 
 def test_bad_line_is_found_before_anything_is_written(capsys):
   source = write_documents([100] * 10, broken_line=7)
-  assert error_of(capsys, [*arguments(source), '--workdir', 'run']).startswith('docs.jsonl:8: not JSON (')
+  message = error_of(capsys, [*arguments(source), '--workdir', 'run'])
+  assert message.startswith(f'{Path(DOCUMENTS).resolve()}:8: not JSON (')
   assert not Path('run').exists()
 
 
@@ -166,7 +170,9 @@ def test_document_that_changes_in_the_middle_of_a_run_loses_nothing(capsys, monk
 
   monkeypatch.setattr(JsonlSource, 'read', read_and_change)
   message = error_of(capsys, argv)
-  assert message.startswith('docs.jsonl:10: changed while the run was on; restore it and resume')
+  assert message.startswith(
+    f'{Path(DOCUMENTS).resolve()}:10: changed while the run was on; restore it and resume'
+  )
   trained = len(json_lines(Path('run/metrics.jsonl')))
   assert trained >= 1
   checkpoints = Checkpoints(Path('run'), 2)
@@ -184,6 +190,9 @@ def test_workdir_of_another_run_and_workdir_that_is_none(capsys):
   Path('run/resolved.gin').write_text(resolved(load([MINI], [source, 'ModelConfig.d_model=32'])))
   argv = [*arguments(source), '--workdir', 'run']
   assert 'ModelConfig.d_model = 16: the run in run has 32' in error_of(capsys, argv)
+  window = 'SlidingWindowAttention.window_tokens=32'
+  Path('run/resolved.gin').write_text(resolved(load([MINI], [source, window])))
+  assert 'SlidingWindowAttention.window_tokens = 16: the run in run has 32' in error_of(capsys, argv)
   Path('file').write_text('mine')
   argv = [*arguments(source), '--workdir', 'file']
   assert '--workdir file: cannot be written' in error_of(capsys, argv)

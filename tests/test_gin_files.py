@@ -1,5 +1,6 @@
 """Config files and overrides: what they load to, and the one message for each mistake."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -7,9 +8,22 @@ from pathlib import Path
 
 import gin
 import pytest
+from messages import message_of as message
 
 from repack_jax.checks import ConfigError
-from repack_jax.config import DataConfig, ModelConfig, OptimizerConfig, RunConfig, TrainConfig, gin_files
+from repack_jax.config import (
+  DataConfig,
+  ModelConfig,
+  OptimizerConfig,
+  RunConfig,
+  SimulatorConfig,
+  TrainConfig,
+  gin_files,
+  paths,
+)
+from repack_jax.data.lengths import Histogram, read_lengths
+from repack_jax.data.sources import open_source
+from repack_jax.kinds import KINDS, FullAttention, SlidingWindowAttention
 
 
 def load(text, *overrides):
@@ -44,7 +58,9 @@ def test_later_bindings_win():
     "DataConfig.source='a b'",
     'TrainConfig.steps=4',
   )
-  assert (run.train.steps, run.train.seed, run.data.seed, run.data.source) == (4, 2, 1, 'a b')
+  assert (run.train.steps, run.train.seed, run.data.seed, run.data.source) == (
+    4, 2, 1, str(Path('a b').resolve()),
+  )  # fmt: skip
   second = Path('second.gin')
   second.write_text('TrainConfig.seed = 5\n')
   assert gin_files.load(['run.gin', 'second.gin'], []).train == TrainConfig(steps=2, seed=5)
@@ -56,6 +72,171 @@ def test_include_is_found_beside_the_including_file(working_directory):
   (folder / 'base.gin').write_text('TrainConfig.steps = 1\n')
   (folder / 'run.gin').write_text("include 'base.gin'\n")
   assert gin_files.load(['configs/run.gin'], []).train.steps == 1
+
+
+def test_include_of_a_config_that_comes_with_the_package(working_directory):
+  assert load("include 'clusters/h200.gin'\n").cluster.memory_bytes == 1.41e11
+  (working_directory / 'clusters').mkdir()
+  (working_directory / 'clusters/h200.gin').write_text('ClusterConfig.memory_bytes = 7\n')
+  assert load("include 'clusters/h200.gin'\n").cluster.memory_bytes == 7
+
+
+def test_configs_that_come_with_the_package_are_found_by_name(working_directory):
+  paper = gin_files.load(['sim/paper_1f3s.gin'], [])
+  assert paper.cluster.num_ranks == 32
+  lengths = Path(paper.simulator.lengths)
+  assert lengths.is_absolute() and lengths.is_file() and '..' not in lengths.parts
+  (working_directory / 'sim').mkdir()
+  assert gin_files.load(['sim/paper_1f3s.gin'], []) == paper  # a folder of that name hides nothing
+  (working_directory / 'sim/paper_1f3s.gin').write_text('TrainConfig.steps = 7\n')
+  assert gin_files.load(['sim/paper_1f3s.gin'], []).train.steps == 7
+  with pytest.raises(ConfigError) as caught:
+    gin_files.load(['clusters/h900.gin'], [])
+  packaged = paths.packaged_configs() / 'clusters/h900.gin'
+  assert str(caught.value) == (
+    "clusters/h900.gin: no such config file; did you mean 'clusters/h200.gin'? "
+    f'(tried {working_directory}/clusters/h900.gin and {packaged})'
+  )
+
+
+@pytest.fixture
+def folders(working_directory):
+  """A config in `there/`, and the current folder `here/`; `files` writes more."""
+  for name in ('here', 'there/deep'):
+    (working_directory / name).mkdir(parents=True)
+  os.chdir(working_directory / 'here')
+  return working_directory
+
+
+def lengths_of(folder, text, *overrides):
+  file = folder / 'there/run.gin'
+  file.write_text(text)
+  return gin_files.load([str(file)], list(overrides)).simulator.lengths
+
+
+def test_a_path_is_looked_up_beside_its_file_and_then_in_the_current_folder(folders):
+  text = "SimulatorConfig.lengths = 'x.csv'\n"
+  (folders / 'here/x.csv').write_text('')
+  assert lengths_of(folders, text) == str(folders / 'here/x.csv')
+  (folders / 'there/x.csv').write_text('')
+  assert lengths_of(folders, text) == str(folders / 'there/x.csv')
+  assert lengths_of(folders, text, "SimulatorConfig.lengths='x.csv'") == str(folders / 'here/x.csv')
+  (folders / 'here/x.csv').unlink()
+  assert not os.path.exists(lengths_of(folders, text, "SimulatorConfig.lengths='x.csv'"))
+  assert lengths_of(folders, "SimulatorConfig.lengths = '../there/deep/../x.csv'") == str(
+    folders / 'there/x.csv'
+  )
+  assert lengths_of(folders, f"SimulatorConfig.lengths = '{folders}/there/x.csv'") == str(
+    folders / 'there/x.csv'
+  )
+
+
+def test_a_path_behind_an_include_or_a_macro_belongs_to_the_file_it_is_written_in(folders):
+  (folders / 'there/deep/base.gin').write_text("file = 'x.csv'\nSimulatorConfig.lengths = %file\n")
+  for name in ('there/deep', 'there', 'here'):
+    (folders / name / 'x.csv').write_text('')
+  included = "include 'deep/base.gin'\n"
+  assert lengths_of(folders, included) == str(folders / 'there/deep/x.csv')
+  assert lengths_of(folders, included + "file = 'x.csv'\n") == str(folders / 'there/x.csv')
+  assert lengths_of(folders, included, "file='x.csv'") == str(folders / 'here/x.csv')
+
+
+def test_paths_through_links_and_the_home_folder(folders, monkeypatch):
+  monkeypatch.setenv('HOME', str(folders / 'there'))
+  (folders / 'there/x.csv').write_text('')
+  assert lengths_of(folders, "SimulatorConfig.lengths = '~/x.csv'") == str(folders / 'there/x.csv')
+  (folders / 'here/docs.jsonl').symlink_to(folders / 'there/x.csv')
+  run = gin_files.load([], ["DataConfig.source='docs.jsonl'"])
+  assert run.data.source == str(folders / 'here/docs.jsonl')  # a link keeps its name, whose suffix counts
+  (folders / 'here/link').symlink_to(folders / 'there/deep')
+  found = lengths_of(folders, '', "SimulatorConfig.lengths='link/../x.csv'")
+  assert found == str(folders / 'there/x.csv')
+
+
+def test_words_that_are_no_paths_stay(folders):
+  (folders / 'here/stdlib').mkdir()
+  assert gin_files.load([], ["DataConfig.source='stdlib'"]).data.source == 'stdlib'
+  assert gin_files.load([], ["DataConfig.source='./stdlib'"]).data.source == str(folders / 'here/stdlib')
+  assert lengths_of(folders, "SimulatorConfig.lengths = ''\n") == ''
+
+
+def test_a_file_that_is_nowhere_is_a_mistake_where_it_is_opened(folders):
+  file = folders / 'there/run.gin'
+  file.write_text("SimulatorConfig.lengths = 'no.csv'\nDataConfig.source = '../docs'\n")
+  run = gin_files.load([str(file)], [])
+  assert message(read_lengths, run.simulator.lengths) == (
+    f"{file}:1: SimulatorConfig.lengths = 'no.csv': no such file or folder "
+    f'(tried {folders}/there/no.csv and {folders}/here/no.csv); name a file of lengths'
+  )
+  assert message(open_source, run.data).startswith(
+    f"{file}:2: DataConfig.source = '../docs': no such file or folder (tried {folders}/docs); set DataConfig."
+  )
+  run = gin_files.load([], ["SimulatorConfig.lengths='no.csv'"])
+  assert message(read_lengths, run.simulator.lengths) == (
+    f"--set: SimulatorConfig.lengths = 'no.csv': no such file or folder (tried {folders}/here/no.csv); "
+    'name a file of lengths'
+  )
+  assert copy.deepcopy(run) == run
+  (folders / 'here/no.csv').write_text('low,high,count\n1,2,3\n')
+  assert isinstance(read_lengths(run.simulator.lengths), Histogram)  # it has come in the meantime
+
+
+def test_resolved_means_the_same_in_any_folder(folders):
+  for name in ('here/docs', 'there/docs'):
+    (folders / name).mkdir()
+  for name in ('here/x.csv', 'there/x.csv'):
+    (folders / name).write_text('')
+  for lengths in ('x.csv', 'no.csv'):
+    settings = ["DataConfig.source='docs'", f"SimulatorConfig.lengths='{lengths}'"]
+    os.chdir(folders / 'here')
+    run = gin_files.load([], settings)
+    (folders / 'there/resolved.gin').write_text(gin_files.resolved(run), encoding='utf-8')
+    for name in ('here', 'there', 'there/deep'):
+      os.chdir(folders / name)
+      assert gin_files.load([str(folders / 'there/resolved.gin')], []) == run
+
+
+def test_resolved_writes_a_relative_path_as_what_it_means_here(folders):
+  (folders / 'here/x.csv').write_text('')
+  text = gin_files.resolved(RunConfig(simulator=SimulatorConfig(lengths='x.csv')))
+  assert lengths_of(folders, text) == str(folders / 'here/x.csv')
+
+
+def test_settings_of_layer_kinds():
+  text = 'SlidingWindowAttention.window_tokens = 4096\nFullAttention:\n  rope_theta = 0\n'
+  model = load(text, 'SlidingWindowAttention.window_tokens=64').model
+  assert model.kinds == (FullAttention(rope_theta=0), SlidingWindowAttention(window_tokens=64))
+  assert model.kind('S').window_tokens == 64 and model.kind('F').rope_theta == 0
+  assert (
+    model.with_kind(FullAttention())
+    == load(text, 'FullAttention.rope_theta=10000', 'SlidingWindowAttention.window_tokens=64').model
+  )
+  resolved = gin_files.resolved(RunConfig(model=model))
+  assert 'FullAttention.rope_theta = 0\n' in resolved and 'kinds' not in resolved
+
+
+def test_sections_are_all_configs_that_hold_fields():
+  names = [type(section).__name__ for section in RunConfig().sections()]
+  assert names == [
+    'ClusterConfig', 'ModelConfig', 'FullAttention', 'SlidingWindowAttention', 'DataConfig', 'PlannerConfig',
+    'OptimizerConfig', 'TrainConfig', 'SimulatorConfig',
+  ]  # fmt: skip
+
+
+def test_a_model_has_one_object_of_each_kind_in_order():
+  assert [kind.letter for kind in ModelConfig().kinds] == list(KINDS)
+  for kinds in ((), (SlidingWindowAttention(), FullAttention()), (FullAttention(),)):
+    assert 'must be one object of each of FullAttention, SlidingWindowAttention, in this order' in message(
+      lambda kinds=kinds: ModelConfig(kinds=kinds)
+    )
+  assert 'must be of type tuple of LayerKind' in message(lambda: ModelConfig(kinds=(3,)))
+
+  class Mine(FullAttention):
+    pass
+
+  assert 'Mine is not in repack_jax.kinds.KINDS' in message(ModelConfig().with_kind, Mine())
+  with pytest.raises(KeyError):
+    ModelConfig().kind('X')
 
 
 def test_blocks_and_macros():
@@ -79,8 +260,8 @@ def test_global_state_is_cleared_before_and_after():
   [
     RunConfig(),
     RunConfig(
-      model=ModelConfig(qk_norm=False, rope_theta=1, norm_eps=1 / 3),
-      data=DataConfig(source='it\'s a "path"\\ with\n\u00e9 and \u2028', seed=2**40),
+      model=ModelConfig(qk_norm=False, norm_eps=1 / 3).with_kind(SlidingWindowAttention(1, 7)),
+      data=DataConfig(source='/it\'s a "path"\\ with\n\u00e9 and \u2028', seed=2**40),
       optimizer=OptimizerConfig(learning_rate=1e-300, eps=1.7976931348623157e308),
     ),
   ],
@@ -104,6 +285,23 @@ def test_resolved_refuses_what_gin_cannot_hold():
   ('text', 'expected'),
   [
     ('\nTrainConfig.stepz = 20', "run.gin:2: TrainConfig.stepz: no such field; did you mean 'steps'?"),
+    (
+      'ModelConfig.window_tokens = 64',
+      '1: ModelConfig.window_tokens: no such field; did you mean SlidingWindowAttention.window_tokens?',
+    ),
+    (
+      'ModelConfig.rope_theta = 64',
+      'did you mean FullAttention.rope_theta or SlidingWindowAttention.rope_theta?',
+    ),
+    (
+      'ModelConfig.kinds = 3',
+      'run.gin:1: ModelConfig.kinds: not bound as a whole; bind the fields of FullAttention or Sliding',
+    ),
+    ("FullAttention.letter = 'X'", 'run.gin:1: FullAttention.letter: no such field; choose one of rope_'),
+    (
+      "ModelConfig.pattern = 'FX'",
+      "run.gin:1: ModelConfig.pattern = 'FX': use only the letters F (full), S (sliding-window), for example",
+    ),
     ('TrainConfg.steps = 20', "run.gin:1: TrainConfg: no such class; did you mean 'TrainConfig'?"),
     ('Xyzzy.steps = 20', 'run.gin:1: Xyzzy: no such class; choose one of ClusterConfig, '),
     ('TrainConfg:\n  steps = 20', "run.gin:1: TrainConfg: no such class; did you mean 'TrainConfig'?"),
@@ -130,7 +328,8 @@ def test_resolved_refuses_what_gin_cannot_hold():
     ('PlannerConfig.mod = repack', "run.gin:1: PlannerConfig.mod: no such field; did you mean 'mode'?"),
     ('  TrainConfig.seed = 3\n TrainConfig.steps = 3', 'run.gin:2: cannot read `TrainConfig.steps = 3`: '),
     ('TrainConfig.steps = ' + '(' * 5000, 'run.gin:1: cannot read `TrainConfig.steps = ((('),
-    ("include 'gone.gin'", "run.gin:1: include 'gone.gin': there is no file 'gone.gin'; correct the path"),
+    ("include 'gone.gin'", "run.gin:1: include 'gone.gin': no such config file; give the path of a .gin "),
+    ("include 'runn.gin'", "run.gin:1: include 'runn.gin': no such config file; did you mean 'run.gin'?"),
   ],
 )  # fmt: skip
 def test_mistakes_in_a_file(text, expected):
@@ -145,6 +344,11 @@ def test_mistakes_in_a_file(text, expected):
     ('=3', '--set =3: write Class.field=value'),
     ('TrainConfig.steps=3\nTrainConfig.seed=4', 'write Class.field=value'),
     ("include 'a=b'", 'write Class.field=value'),
+    (
+      'SlidingWindowAttention.window_tokens=0',
+      '--set: SlidingWindowAttention.window_tokens = 0: must be at least 1',
+    ),
+    ('window_tokens=3', 'a field needs its class; write SlidingWindowAttention.window_tokens'),
     ('steps=3', '--set steps=3: steps: a field needs its class; write TrainConfig.steps'),
     ('nn=3', "--set nn=3: nn: no such macro; did you mean 'n'?"),
     ('PlannerConfig.mode=repack', "PlannerConfig.mode='repack'"),
@@ -201,6 +405,8 @@ def test_unreadable_files():
 
 
 def test_imports_without_jax():
-  code = "import sys; sys.modules['jax'] = None; from repack_jax import gin_files; gin_files.load([], [])"
-  root = Path(gin_files.__file__).parents[1]
+  code = (
+    "import sys; sys.modules['jax'] = None; from repack_jax.config import gin_files; gin_files.load([], [])"
+  )
+  root = Path(gin_files.__file__).parents[2]
   subprocess.run([sys.executable, '-c', code], check=True, env=os.environ | {'PYTHONPATH': str(root)})

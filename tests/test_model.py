@@ -306,7 +306,7 @@ def test_attention_of_shared_and_solo_samples(monkeypatch, implementation, kind)
     x[padding] = np.nan
   results = [np.asarray(x) for x in on_ranks(*inputs, arrays)]
   assert padding.any() and all((x[padding] == 0).all() for x in results)
-  window = None if kind == FULL else MODEL.window_tokens
+  window = None if kind == FULL else MODEL.kind(kind).window_tokens
   # All samples end to end; rows are ranks in order, and so each sample's tokens come in order.
   place = [np.argwhere(arrays.segments == sample) for sample in range(len(plan.lengths))]
   ranks, slots = np.concatenate(place).T

@@ -14,6 +14,7 @@ import pytest
 from models.transformer import init_parameters
 from repack_jax.config import FULL, SPARSE, ClusterConfig, ModelConfig, PlannerConfig
 from repack_jax.data.samples import Sample
+from repack_jax.kinds import SlidingWindowAttention
 from repack_jax.parallel.sharded import EXPERT_NAMES, leaf_name
 from repack_jax.plan.arrays import NO_TARGET, PADDING_SEGMENT, pack, route_arrays
 from repack_jax.plan.plan import DOMAIN, LOCAL, Group, Plan, PlanError, Program
@@ -399,10 +400,10 @@ def test_plan_of_another_batch_is_refused():
 
 
 MODEL = ModelConfig(
-  d_model=8, num_layers=3, pattern='FSS', num_heads=4, num_kv_heads=2, head_dim=2, window_tokens=3,
+  d_model=8, num_layers=3, pattern='FSS', num_heads=4, num_kv_heads=2, head_dim=2,
   num_experts=4, experts_per_token=2, expert_width=5, shared_expert_width=3, dense_layers=1, dense_width=7,
   vocab_size=256,
-)  # fmt: skip
+).with_kind(SlidingWindowAttention(window_tokens=3))  # fmt: skip
 
 
 def test_flops_by_hand():

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from repack_jax.config import FULL, SPARSE, ClusterConfig, ModelConfig
+from repack_jax.kinds import SlidingWindowAttention
 from repack_jax.plan.plan import Group, Plan
 from repack_jax.predict import flops
 from repack_jax.predict.cost_model import CostModel, bytes_per_peer, cross_node_bytes
@@ -16,9 +17,9 @@ from repack_jax.predict.simulator import CAUSES, COMPUTE, TRANSFER, WAIT, simula
 
 MODEL = ModelConfig(
   vocab_size=256, d_model=8, num_layers=4, pattern='FSSS', num_heads=16, num_kv_heads=4, head_dim=2,
-  window_tokens=3, num_experts=4, experts_per_token=2, expert_width=16, shared_expert_width=4, dense_layers=1,
+  num_experts=4, experts_per_token=2, expert_width=16, shared_expert_width=4, dense_layers=1,
   dense_width=24,
-)  # fmt: skip
+).with_kind(SlidingWindowAttention(window_tokens=3))  # fmt: skip
 MODELS = {
   'experts': MODEL,
   'no remat': dataclasses.replace(MODEL, remat='none'),
@@ -200,8 +201,8 @@ def test_idle_rank_waits():
 def test_experts_meet_in_their_node_where_they_are_spread(placement):
   """One layer: spread experts share the work of both ranks; replicated ones leave it where the tokens are."""
   model = dataclasses.replace(
-    MODEL, num_layers=1, pattern='S', dense_layers=0, expert_placement=placement, window_tokens=100
-  )
+    MODEL, num_layers=1, pattern='S', dense_layers=0, expert_placement=placement
+  ).with_kind(SlidingWindowAttention(window_tokens=100))
   cost = CostModel(cluster_of((1, 1, 2), prefetch_layers=0), model)
   groups = [Group(0, 1, (0,)), Group(1, 1, (1,))]
   step = simulate(cost, [plan_of([10, 2], groups, groups, cost.cluster)])

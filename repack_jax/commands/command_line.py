@@ -15,11 +15,14 @@ def add_config_arguments(parser: argparse.ArgumentParser, required: bool = False
   """`--config FILE` and `--set Class.field=value`, for `gin_files.load(args.config, args.set)`."""
   parser.add_argument(
     '--config', action='append', default=[], metavar='FILE', required=required,
-    help='a gin file; repeatable, later ones win',
+    help='a gin file, in the current folder or else of those that come with the package, such as '
+    'sim/paper_1f3s.gin; repeatable, later ones win. Relative paths that it holds are looked up in its own '
+    'folder, then in the current one',
   )  # fmt: skip
   parser.add_argument(
     '--set', action='append', default=[], metavar='CLASS.FIELD=VALUE',
-    help="overrides the files, for example --set 'TrainConfig.steps=20'; repeatable",
+    help="overrides the files, for example --set 'TrainConfig.steps=20'; repeatable. A relative path is one "
+    'of the current folder',
   )  # fmt: skip
 
 

@@ -2,9 +2,10 @@
 
 from repack_jax.checks import ConfigError
 from repack_jax.config.cluster import ClusterConfig
-from repack_jax.config.model import FULL, LAYER_SCOPES, SPARSE, ModelConfig
+from repack_jax.config.model import ModelConfig
 from repack_jax.config.run import (
   MODES,
+  STDLIB,
   DataConfig,
   OptimizerConfig,
   PlannerConfig,
@@ -15,10 +16,8 @@ from repack_jax.config.run import (
 )
 
 __all__ = [
-  'FULL',
-  'LAYER_SCOPES',
   'MODES',
-  'SPARSE',
+  'STDLIB',
   'ClusterConfig',
   'ConfigError',
   'DataConfig',

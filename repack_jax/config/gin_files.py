@@ -1,6 +1,6 @@
 """Run configs from gin files and `--set` overrides, and back to gin text.
 
-The files bind fields of the six config classes and nothing else:
+The files bind fields of the config classes and nothing else:
 
     TrainConfig.steps = 20
     DataConfig.source = 'stdlib'
@@ -9,6 +9,16 @@ Values are Python literals or macros (`%name`). A file may include one other, wh
 gin parses and binds; this module checks each statement before it is bound, since only here are its file
 and line known, so that a mistake is one `ConfigError` that says where it is and what to write instead.
 Nothing here imports JAX.
+
+A relative path is looked up in several places, and the first that has such a file or folder wins:
+
+- the path in a field (`DataConfig.source`, `SimulatorConfig.lengths`): in the folder of the gin file that it
+  is written in, then in the current folder; if written in a `--set`, in the current folder only;
+- `--config`: in the current folder, then among the configs that come with the package;
+- `include`: in the folder of the file that includes, then like `--config`.
+
+`~` is expanded, and the config holds the absolute path. A field may name a file that does not exist: that is
+an error when the file is opened, since a run need not open all that its config names.
 """
 
 from __future__ import annotations
@@ -16,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import os
 import re
 import tokenize
 import typing
@@ -27,17 +38,31 @@ from gin import config as gin_config
 from gin import config_parser
 
 from repack_jax.checks import ConfigError
-from repack_jax.config import RunConfig
+from repack_jax.config import RunConfig, paths
+from repack_jax.config.run import parts
 
 _OVERRIDE = '--set'
 _OVERRIDE_FORM = 'write Class.field=value, for example --set TrainConfig.steps=20'
 
-# Name of each config class -> the class, and -> the field of RunConfig that holds it.
-_CLASSES: dict[str, type[typing.Any]] = {
-  type(field.default).__name__: type(field.default) for field in dataclasses.fields(RunConfig)
-}
-_SECTIONS = {type(field.default).__name__: field.name for field in dataclasses.fields(RunConfig)}
-_FIELD_TYPES = {name: typing.get_type_hints(cls) for name, cls in _CLASSES.items()}
+# Name of each config class -> the class, its own fields' types, and the fields that hold further configs.
+_SECTIONS = {type(config).__name__: config for config in RunConfig().sections()}
+_CLASSES: dict[str, type[typing.Any]] = {name: type(config) for name, config in _SECTIONS.items()}
+_PARTS = {name: parts(config) for name, config in _SECTIONS.items()}
+
+
+def _own_fields(config: typing.Any) -> list[dataclasses.Field[typing.Any]]:
+  """The fields of a config that hold values, not further configs."""
+  held = parts(config)
+  return [field for field in dataclasses.fields(config) if field.name not in held]
+
+
+def _own_types(config: typing.Any) -> dict[str, typing.Any]:
+  hints = typing.get_type_hints(type(config))
+  return {field.name: hints[field.name] for field in _own_fields(config)}
+
+
+_FIELD_TYPES = {name: _own_types(config) for name, config in _SECTIONS.items()}
+_CONFIG_FOLDERS = (paths.CURRENT_FOLDER, paths.packaged_configs())
 
 for _name, _cls in _CLASSES.items():
   gin.external_configurable(_cls, name=_name, module='repack_jax')
@@ -46,11 +71,11 @@ for _name, _cls in _CLASSES.items():
 def load(config_files: list[str], overrides: list[str]) -> RunConfig:
   """Returns the run that the files and then the overrides describe; what they leave out has its default.
 
-  Later bindings win: files in their order, then overrides in theirs. An included file is searched beside
-  the file that includes it, then in the working directory. gin's global state is cleared before and after.
+  Later bindings win: files in their order, then overrides in theirs. gin's global state is cleared before
+  and after.
 
   Args:
-    config_files: paths of gin files; may be empty.
+    config_files: paths of gin files; may be empty. The module says where they are looked up.
     overrides: what followed each `--set`, such as `TrainConfig.steps=20` or `DataConfig.source='stdlib'`.
       A macro that a file defines can be overridden by `name=value`.
 
@@ -61,7 +86,7 @@ def load(config_files: list[str], overrides: list[str]) -> RunConfig:
   try:
     loader = _Loader()
     for file in config_files:
-      loader.read_file(Path(file))
+      loader.read_file(_find_config(file, _CONFIG_FOLDERS, file))
     for text in overrides:
       loader.read_override(text)
     return loader.build()
@@ -70,7 +95,10 @@ def load(config_files: list[str], overrides: list[str]) -> RunConfig:
 
 
 def resolved(run: RunConfig) -> str:
-  """Returns gin text that binds every field of every config, from which `load` makes an equal run.
+  """Returns gin text that binds every field of every config, from which `load` makes an equal run anywhere.
+
+  Paths are absolute in a run from `load`. A relative one, of a run made in Python, is written as what it
+  means in the current folder.
 
   Raises:
     ConfigError: a float is infinite or not a number, which gin text cannot hold.
@@ -81,10 +109,12 @@ def resolved(run: RunConfig) -> str:
   ]
   for config in run.sections():
     lines.append('')
-    for field in dataclasses.fields(config):  # type: ignore[arg-type]
+    for field in _own_fields(config):
       key, value = f'{type(config).__name__}.{field.name}', getattr(config, field.name)
       if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f'{key} = {value!r}: must be a finite number')
+      if isinstance(value, str) and paths.is_path(field, value):
+        value = paths.located(key, value, (paths.CURRENT_FOLDER,))
       lines.append(f'{key} = {value!r}')
   return '\n'.join(lines) + '\n'
 
@@ -109,6 +139,9 @@ def _check_field(where: str, cls: str, field: str) -> None:
     raise ConfigError(f'{where}: {cls}: no such class; {_did_you_mean(cls.split(".")[-1], _CLASSES)}')
   if field in _FIELD_TYPES[cls]:
     return
+  if field in _PARTS[cls]:
+    names = ' or '.join(type(part).__name__ for part in _PARTS[cls][field])
+    raise ConfigError(f'{where}: {cls}.{field}: not bound as a whole; bind the fields of {names}')
   owners = [f'{other}.{field}' for other, types in _FIELD_TYPES.items() if field in types]
   remedy = f'did you mean {" or ".join(owners)}?' if owners else _did_you_mean(field, _FIELD_TYPES[cls])
   raise ConfigError(f'{where}: {cls}.{field}: no such field; {remedy}')
@@ -145,6 +178,15 @@ class _Reference:
     return self._text
 
 
+class _Text(str):
+  """A string in a config, with the folders in which it is looked up where it is a path.
+
+  The string itself has to remember them: behind a macro, it may stand in another file than its field.
+  """
+
+  folders: tuple[Path, ...] = ()
+
+
 class _Delegate(gin_config.ParserDelegate):
   """gin's own treatment of macros, with a note of the names used; references are left unresolved."""
 
@@ -171,6 +213,7 @@ class _Loader:
   def read_file(self, path: Path, included: bool = False) -> None:
     """Binds what a file says; `included` forbids an include in it."""
     bound_here: dict[str, int] = {}
+    folders = path.parent, paths.CURRENT_FOLDER
     for statement in self._statements(_read(path), str(path)):
       line = statement.location.line_num
       where = f'{path}:{line}'
@@ -181,13 +224,14 @@ class _Loader:
             'first binding, and that one includes none; put the bindings here instead'
           )
         bound_here['include'] = line
-        self.read_file(_find_include(path, statement.filename, where), included=True)
+        name, shown = statement.filename, f'{where}: include {statement.filename!r}'
+        self.read_file(_find_config(name, (path.parent, *_CONFIG_FOLDERS), shown), included=True)
       elif isinstance(statement, config_parser.BindingStatement):
         key = f'{statement.selector}.{statement.arg_name}' if statement.arg_name else statement.selector
         if key in bound_here:
           raise ConfigError(f'{where}: {key}: also bound in line {bound_here[key]}; remove one of the two')
         bound_here[key] = line
-        self._bind(statement, where)
+        self._bind(statement, where, folders)
       elif isinstance(statement, config_parser.BlockDeclaration):
         if statement.selector not in _CLASSES:
           _check_field(where, statement.selector, '')
@@ -206,7 +250,7 @@ class _Loader:
     statement = statements[0]
     if not statement.arg_name and statement.selector not in self._macros_defined:
       raise ConfigError(f'{_OVERRIDE} {shown}: {_unknown_macro(statement.selector, self._macros_defined)}')
-    self._bind(statement, _OVERRIDE)
+    self._bind(statement, _OVERRIDE, (paths.CURRENT_FOLDER,))
 
   def build(self) -> RunConfig:
     """Returns the run of all that was bound."""
@@ -218,9 +262,8 @@ class _Loader:
       if name not in self._macros_used:
         raise ConfigError(f'{where}: {_unknown_macro(name, ())}')
     try:
-      # The bindings, not gin's wrapper of the class: that one would append its own text to our errors.
-      configs = {_SECTIONS[name]: cls(**gin.get_bindings(name)) for name, cls in _CLASSES.items()}
-      return RunConfig(**configs)
+      run: RunConfig = self._built(RunConfig())
+      return run
     except ConfigError as error:
       field = str(error).partition(' = ')[0]
       where = f'{self._origins[field]}: ' if field in self._origins else ''
@@ -229,8 +272,34 @@ class _Loader:
       names = ', '.join(f'%{name}' for name in self._macros_defined)
       raise ConfigError(f'macros {names}: one of them refers to itself; give it a plain value') from None
 
-  def _bind(self, statement: config_parser.BindingStatement, where: str) -> None:
+  def _built(self, default: typing.Any) -> typing.Any:
+    """Returns a config of this class and its parts from what is bound to their fields."""
+    values = self._values(default) if type(default).__name__ in _CLASSES else {}
+    for name, held in parts(default).items():
+      built = tuple(self._built(part) for part in held)
+      values[name] = built if isinstance(getattr(default, name), tuple) else built[0]
+    # The class itself, not gin's wrapper of it: that one would append its own text to our errors.
+    return type(default)(**values)
+
+  def _values(self, config: typing.Any) -> dict[str, typing.Any]:
+    """Returns what is bound to the fields of a config's class, macros resolved and files located."""
+    cls = type(config).__name__
+    values = gin.get_bindings(cls)
+    for field in _own_fields(config):
+      text = values.get(field.name)
+      if isinstance(text, _Text):
+        key, plain = f'{cls}.{field.name}', str(text)
+        is_path = paths.is_path(field, plain)
+        values[field.name] = (
+          paths.located(f'{self._origins[key]}: {key}', plain, text.folders) if is_path else plain
+        )
+    return values
+
+  def _bind(self, statement: config_parser.BindingStatement, where: str, folders: tuple[Path, ...]) -> None:
     scope, cls, field, value, _ = statement
+    if isinstance(value, str):
+      value = _Text(value)
+      value.folders = folders
     if scope:
       raise ConfigError(f'{where}: {scope}/{cls}: scopes are not used here; remove {scope + "/"!r}')
     if field:
@@ -292,20 +361,22 @@ def _unknown_macro(name: str, macros: Iterable[str]) -> str:
 def _read(path: Path) -> str:
   try:
     return path.read_text(encoding='utf-8-sig')
-  except FileNotFoundError:
-    near = _nearest(path.stem, [other.stem for other in sorted(path.parent.glob('*.gin'))])
-    remedy = f"did you mean '{path.parent / near}.gin'?" if near else 'give the path of a .gin file'
-    raise ConfigError(f'{path}: no such config file; {remedy}') from None
   except OSError as error:
     raise ConfigError(f'{path}: cannot read the config file ({error.strerror}); give a .gin file') from None
   except UnicodeDecodeError:
     raise ConfigError(f'{path}: the config file is not UTF-8 text; give a .gin file') from None
 
 
-def _find_include(includer: Path, name: str, where: str) -> Path:
-  candidates = [includer.parent / name, Path(name)]
-  for candidate in candidates:
-    if candidate.is_file():
-      return candidate
-  tried = ' nor '.join(dict.fromkeys(f"'{candidate}'" for candidate in candidates))
-  raise ConfigError(f'{where}: include {name!r}: there is no file {tried}; correct the path')
+def _find_config(name: str, folders: Iterable[Path], shown: str) -> Path:
+  """Returns the first existing one of the places that a config's name may mean.
+
+  Raises ConfigError, which begins with `shown`, where there is none.
+  """
+  candidates = paths.places(name, folders)
+  for place in candidates:
+    if os.path.exists(place):
+      return place
+  stem, folder = Path(name).stem, Path(name).parent
+  near = _nearest(stem, [file.stem for place in candidates for file in sorted(place.parent.glob('*.gin'))])
+  remedy = f"did you mean '{folder / near}.gin'?" if near else 'give the path of a .gin file'
+  raise ConfigError(f'{shown}: no such config file; {remedy} {paths.tried(candidates)}')

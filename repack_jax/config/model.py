@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
-from repack_jax.checks import check_choice, check_min, check_types, require
-from repack_jax.kinds import FullAttention, LayerKind, SlidingWindowAttention
+from repack_jax.checks import ConfigError, check_choice, check_min, check_types, require
+from repack_jax.kinds import KINDS, LayerKind
 from repack_jax.plan.wire import Wire
-
-FULL, SPARSE = 'F', 'S'
-LAYER_SCOPES = {FULL: 'full_layer', SPARSE: 'sparse_layer'}  # in profiles and compiled programs
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-  """A hybrid-attention decoder: layer i is full or sparse by `pattern[i % len(pattern)]`.
+  """A hybrid-attention decoder: layer i is of the kind whose letter is `pattern[i % len(pattern)]`.
 
   Attributes:
-    pattern: `F` for a full-attention layer, `S` for a sparse one; `FSSS` is 1F3S.
+    pattern: letters of `repack_jax.kinds.KINDS`, such as `F` for full attention and `S` for a sliding window;
+      `FSSS` is 1F3S.
+    kinds: the settings of each kind, one object of each class in `KINDS`, in its order. A gin file binds them
+      by class, as in `SlidingWindowAttention.window_tokens = 4096`.
     num_heads, num_kv_heads, head_dim: query heads, key/value heads (grouped queries), width of each.
-    window_tokens: a sparse layer's query sees this many last tokens of its sample, itself included.
     num_experts: experts a layer, 0 for dense feed-forward layers throughout.
     dense_layers: this many first layers have a dense feed-forward block instead of experts.
     expert_placement: `spread` over the ranks of a node (expert parallelism) or `replicated`.
@@ -36,12 +36,11 @@ class ModelConfig:
   d_model: int = 128
   num_layers: int = 4
   pattern: str = 'FSSS'
+  kinds: tuple[LayerKind, ...] = dataclasses.field(default_factory=_default_kinds)
   num_heads: int = 16
   num_kv_heads: int = 4
   head_dim: int = 8
-  window_tokens: int = 128
   qk_norm: bool = True
-  rope_theta: float = 10000.0
   norm_eps: float = 1e-6
   num_experts: int = 8
   experts_per_token: int = 2
@@ -70,19 +69,29 @@ class ModelConfig:
     )
     check_min(
       self, 1, 'vocab_size', 'd_model', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim',
-      'window_tokens', 'loss_vocab_chunk',
+      'loss_vocab_chunk',
     )  # fmt: skip
     check_min(
       self, 0, 'num_experts', 'shared_expert_width', 'dense_layers', 'expert_capacity_factor',
       'balance_loss_weight', 'router_z_loss_weight',
     )  # fmt: skip
+    known = ', '.join(f'{letter} ({kind.title})' for letter, kind in KINDS.items())
     require(
-      self.pattern != '' and set(self.pattern) <= {FULL, SPARSE},
-      f'{name}.pattern', self.pattern, "use only 'F' (full) and 'S' (sparse), for example 'FSSS'",
+      self.pattern != '' and set(self.pattern) <= set(KINDS), f'{name}.pattern', self.pattern,
+      f"use only the letters {known}, for example 'FSSS'",
+    )  # fmt: skip
+    classes = ', '.join(kind.__name__ for kind in KINDS.values())
+    require(
+      [type(kind) for kind in self.kinds] == list(KINDS.values()), f'{name}.kinds', self.kinds,
+      f'must be one object of each of {classes}, in this order; replace one by ModelConfig.with_kind',
     )  # fmt: skip
     require(
       self.num_heads % self.num_kv_heads == 0, f'{name}.num_kv_heads', self.num_kv_heads,
       f'must divide num_heads = {self.num_heads}',
+    )  # fmt: skip
+    require(
+      len(set(self._wires())) == 1, f'{name}.pattern', self.pattern,
+      'mixes kinds whose exchanges carry different arrays, which the planner does not price yet',
     )  # fmt: skip
     require(self.head_dim % 2 == 0, f'{name}.head_dim', self.head_dim, 'must be even (rotary pairs)')
     if self.num_experts:
@@ -96,20 +105,33 @@ class ModelConfig:
 
   @property
   def layer_kinds(self) -> str:
-    """`F` or `S` for each layer, as one string of length num_layers."""
+    """Returns the letter of each layer's kind, as one string of length num_layers."""
     return ''.join(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
+
+  def kind(self, letter: str) -> LayerKind:
+    """Returns the settings of the kind with this letter; raises KeyError where there is none."""
+    return {kind.letter: kind for kind in self.kinds}[letter]
+
+  def with_kind(self, kind: LayerKind) -> ModelConfig:
+    """Returns the same model with this object in place of the one of its class.
+
+    Raises:
+      ConfigError: the class is not in `repack_jax.kinds.KINDS`.
+    """
+    if type(kind) not in KINDS.values():
+      raise ConfigError(f'ModelConfig.kinds: {type(kind).__name__} is not in repack_jax.kinds.KINDS; add it')
+    kinds = tuple(kind if type(own) is type(kind) else own for own in self.kinds)
+    return dataclasses.replace(self, kinds=kinds)
 
   def has_experts(self, layer: int) -> bool:
     return self.num_experts > 0 and layer >= self.dense_layers
 
-  def kind(self, letter: str) -> LayerKind:
-    return {
-      'F': FullAttention(self.rope_theta),
-      'S': SlidingWindowAttention(self.rope_theta, self.window_tokens),
-    }[letter]
-
   @property
   def wire(self) -> Wire:
     """Returns what the exchanges of every layer carry."""
-    kind = self.kind(self.pattern[0])
-    return kind.wire(self.num_heads, self.num_kv_heads, self.head_dim, self.compute_dtype)
+    return self._wires()[0]
+
+  def _wires(self) -> list[Wire]:
+    """What the exchanges of each kind in the pattern carry."""
+    heads = self.num_heads, self.num_kv_heads, self.head_dim, self.compute_dtype
+    return [self.kind(letter).wire(*heads) for letter in dict.fromkeys(self.pattern)]

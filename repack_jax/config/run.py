@@ -8,16 +8,19 @@ Loading them from gin files is in `gin_files.py`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from repack_jax.checks import check_choice, check_min, check_types, is_power_of_two, require
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.config.model import ModelConfig
+from repack_jax.config.paths import path_field
 from repack_jax.documents.tokenizers import TOKENIZERS
 from repack_jax.plan.wire import Wire
 
 MODES = ('static', 'parents', 'repack', 'solve')
+STDLIB = 'stdlib'
 
 
 def _check_seed(config: DataConfig | SimulatorConfig | TrainConfig, bits: int) -> None:
@@ -44,7 +47,7 @@ class DataConfig:
     seed: of the order of samples, which is drawn anew each epoch; below 2 ** 128.
   """
 
-  source: str = 'stdlib'
+  source: str = path_field(STDLIB, no_paths=(STDLIB,))
   file_glob: str = '**/*'
   text_field: str = 'text'
   tokenizer: str = 'bytes'
@@ -110,7 +113,7 @@ class PlannerConfig:
 
 @dataclass(frozen=True)
 class SimulatorConfig:
-  """What `scripts/simulate.py` plays: where its lengths come from.
+  """What `repack-simulate` plays: where its lengths come from.
 
   Attributes:
     lengths: a file of lengths (`repack_jax/data/lengths.py` says which kinds there are); `DataConfig` says
@@ -120,7 +123,7 @@ class SimulatorConfig:
     tail_from_tokens, tail_scale: lengths of at least `tail_from_tokens` are multiplied by `tail_scale`.
   """
 
-  lengths: str = ''
+  lengths: str = path_field('')
   steps: int = 200
   seed: int = 0
   tail_from_tokens: int = 0
@@ -204,6 +207,25 @@ def allowed_sp_degrees(cluster: ClusterConfig, wire: Wire, planner: PlannerConfi
   return wire.degrees(min(cluster.domain_ranks, planner.max_sp_degree))
 
 
+def parts(config: Any) -> dict[str, tuple[Any, ...]]:
+  """Returns the configs that the fields of a config hold, each alone or in a tuple, by the field's name."""
+  held = {}
+  for field in dataclasses.fields(config):
+    value = getattr(config, field.name)
+    values = value if isinstance(value, tuple) else (value,)
+    if values and all(dataclasses.is_dataclass(item) for item in values):
+      held[field.name] = values
+  return held
+
+
+def sections(config: Any) -> Iterator[Any]:
+  """Yields a config, then its parts, each with its own behind it."""
+  yield config
+  for held in parts(config).values():
+    for part in held:
+      yield from sections(part)
+
+
 @dataclass(frozen=True)
 class RunConfig:
   """All configs, checked against each other."""
@@ -273,6 +295,6 @@ class RunConfig:
     )
     return dataclasses.replace(planner, static_sp_degree=degree)
 
-  def sections(self) -> tuple[object, ...]:
-    """The configs in the order of the fields."""
-    return tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+  def sections(self) -> tuple[Any, ...]:
+    """Returns the configs that fields are bound in, in the order of the fields, each before its parts."""
+    return tuple(section for part in parts(self).values() for config in part for section in sections(config))

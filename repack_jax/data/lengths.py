@@ -17,6 +17,7 @@ import numpy as np
 
 from repack_jax.checks import ConfigError, require
 from repack_jax.config import DataConfig, SimulatorConfig
+from repack_jax.config.paths import MissingPath
 from repack_jax.data.jsonl import JsonlSource
 from repack_jax.data.long_documents import Pieces, check_long_documents, kept_tokens
 from repack_jax.documents.tokenizers import TOKENIZERS
@@ -66,6 +67,8 @@ def read_lengths(path: str | Path, data: DataConfig = DataConfig()) -> np.ndarra
     ConfigError: there is no such file, it cannot be read, or it holds no lengths or something else.
   """
   require(str(path) != '', 'SimulatorConfig.lengths', '', 'name a file of lengths, such as a .csv or .npz')
+  if isinstance(path, MissingPath) and not os.path.exists(path):
+    raise ConfigError(f'{path.problem}; name a file of lengths')
   path = Path(os.path.expanduser(path))
   if not os.path.isfile(path):
     kind = (

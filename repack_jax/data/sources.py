@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from repack_jax.checks import ConfigError
-from repack_jax.config import DataConfig
+from repack_jax.config import STDLIB, DataConfig
+from repack_jax.config.paths import no_such_path
 from repack_jax.data.jsonl import JsonlSource
 from repack_jax.documents.documents import Document, Source, unreadable
-
-STDLIB = 'stdlib'
 
 # Third-party packages and compiled files are no part of the standard library; its tests are left out
 # because many distributions do not install them.
@@ -81,7 +80,7 @@ def open_source(config: DataConfig) -> Source:
     return _file_source(root, paths, 'no .py files there: this Python comes without its library')
   path = Path(os.path.expanduser(config.source))
   if not os.path.exists(path):
-    raise ConfigError(f'DataConfig.source = {config.source!r}: no such file or folder; {_SOURCE_REMEDY}')
+    raise ConfigError(f'{no_such_path("DataConfig.source", config.source)}; {_SOURCE_REMEDY}')
   if path.is_dir():
     remedy = 'no file there matches; correct one of the two'
     return _file_source(

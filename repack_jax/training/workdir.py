@@ -34,6 +34,6 @@ def claim_workdir(run: RunConfig, workdir: Path) -> None:
   """Makes the workdir and writes `resolved.gin`; raises ConfigError where it cannot be written."""
   try:
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / 'resolved.gin').write_text(resolved(run))
+    (workdir / 'resolved.gin').write_text(resolved(run), encoding='utf-8')
   except OSError as error:
     raise ConfigError(f'--workdir {workdir}: cannot be written ({error.strerror})') from error
