@@ -10,6 +10,10 @@ from repack_jax.kinds import KINDS, LayerKind
 from repack_jax.plan.wire import Wire
 
 
+def _default_kinds() -> tuple[LayerKind, ...]:
+  return tuple(kind() for kind in KINDS.values())
+
+
 @dataclass(frozen=True)
 class ModelConfig:
   """A hybrid-attention decoder: layer i is of the kind whose letter is `pattern[i % len(pattern)]`.
