@@ -2,8 +2,8 @@
 
     python scripts/bench_exchange.py --json exchange.json
 
-`plain` runs the same all-to-alls, one an SP degree of the scope, on buffers that are already in place: what
-is on top of it is packing and compaction. `payload` is one all-to-all over the whole scope that carries just
+`plain` runs the same all-to-alls, one an SP degree that the exchange knows, on buffers that are already in place: what
+is on top of it is packing and compaction. `payload` is one all-to-all over all ranks of the exchange that carries just
 the bytes of the heads, without padding or degrees: what an exchange could cost at the least.
 """
 
@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import bench_common
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from repack_jax.commands import command_line
-from repack_jax.config import FULL, ClusterConfig, ModelConfig
+from repack_jax.config import ClusterConfig
 from repack_jax.exchange import collectives
 from repack_jax.parallel import mesh
 from repack_jax.plan import arrays
-from repack_jax.plan.plan import DOMAIN, LOCAL, Group, Plan
+from repack_jax.plan.plan import PARENTS, Group, Plan
+from repack_jax.plan.wire import Wire
 
 
 def equal_plan(cluster: ClusterConfig, degree: int, capacity_tokens: int, fill: float) -> Plan:
@@ -35,7 +35,7 @@ def equal_plan(cluster: ClusterConfig, degree: int, capacity_tokens: int, fill: 
 
 
 def programs(ex: collectives.Exchange, device_mesh: jax.sharding.Mesh, route: arrays.Route, degree: int):
-  """(name -> program without arguments) for one scope, all on data that lies on the devices."""
+  """(name -> program without arguments) for one exchange, all on data that lies on the devices."""
   place = mesh.sharding(device_mesh, mesh.RANK_BLOCKS)
   ranks = device_mesh.size
   route = jax.device_put(route, place)
@@ -59,7 +59,7 @@ def programs(ex: collectives.Exchange, device_mesh: jax.sharding.Mesh, route: ar
       return [
         lax.all_to_all(
           x.reshape(p, -1, x.shape[1]), ex.axis_name, 0, 0,
-          axis_index_groups=[list(range(i, i + p)) for i in range(0, ex.scope_ranks, p)],
+          axis_index_groups=[list(range(i, i + p)) for i in range(0, ex.span, p)],
         )
         for (p, _), x in zip(sizes, buffers, strict=True)
       ]  # fmt: skip
@@ -67,23 +67,23 @@ def programs(ex: collectives.Exchange, device_mesh: jax.sharding.Mesh, route: ar
     return compiled(exchanges, *(filled(rows, ex.row_width) for _, rows in sizes))
 
   def payload(heads_of):
-    rows = -(-ex.rows(heads_of, degree) // ex.scope_ranks)
-    buffer = filled(ex.scope_ranks, rows, ex.row_width)
+    rows = -(-ex.rows(heads_of, degree) // ex.span)
+    buffer = filled(ex.span, rows, ex.row_width)
     return compiled(lambda x: lax.all_to_all(x, ex.axis_name, 0, 0), buffer)
 
-  t, d = ex.capacity_tokens, ex.head_dim
-  q, k = filled(t, ex.num_heads, d), filled(t, ex.num_kv_heads, d)
-  rows = filled(*ex.buffer_shape(ex.combine_heads))
+  wire, t = ex.wire, ex.capacity_tokens
+  operands = tuple(filled(t, heads, wire.head_dim) for heads in wire.operand_heads)
+  rows = filled(*ex.buffer_shape(wire.combine_heads))
   return {
     'dispatch': {
-      'exchange': compiled(lambda *args: collectives.dispatch(ex, *args), q, k, k, route),
-      'plain': plain(ex.dispatch_heads),
-      'payload': payload(ex.dispatch_heads),
+      'exchange': compiled(lambda *args: collectives.dispatch(ex, args[:-1], args[-1]), *operands, route),
+      'plain': plain(wire.dispatch_heads),
+      'payload': payload(wire.dispatch_heads),
     },
     'combine': {
       'exchange': compiled(lambda rows, route: collectives.combine(ex, rows, route), rows, route),
-      'plain': plain(ex.combine_heads),
-      'payload': payload(ex.combine_heads),
+      'plain': plain(wire.combine_heads),
+      'payload': payload(wire.combine_heads),
     },
   }
 
@@ -99,21 +99,17 @@ def main() -> None:
   parser.add_argument('--rounds', type=int, default=15, help='timed rounds of a case (15)')
   args = parser.parse_args()
   cluster = ClusterConfig(nodes=args.nodes, ranks_per_node=args.ranks_per_node, platform='cpu')
-  model = ModelConfig(num_heads=args.heads, num_kv_heads=args.kv_heads, head_dim=args.head_dim)
+  wire = Wire.of_attention(args.heads, args.kv_heads, args.head_dim, 'float32')
   mesh.start_devices(cluster)
   device_mesh = mesh.make_mesh(cluster)
   rows = []
-  for scope in (LOCAL, DOMAIN):
-    size = cluster.ranks_per_node if scope == LOCAL else cluster.domain_ranks
-    degrees = tuple(p for p in model.sp_degrees if p <= size)
-    heads = (args.heads, args.kv_heads, args.head_dim)
-    ex = collectives.Exchange(
-      mesh.scope_axes(scope), size, degrees, args.tokens, *heads,
-      1, collectives.row_width(degrees, *heads, jnp.float32), 'dense',
-    )  # fmt: skip
+  for scope, size in (('local', cluster.ranks_per_node), ('domain', cluster.domain_ranks)):
+    degrees = wire.degrees(size)
     plan = equal_plan(cluster, degrees[-1], args.tokens, 0.9)
-    route = arrays.route_arrays(plan, FULL, ex.widest)
-    bench_common.progress(f'{scope} scope')
+    program = plan.program(degrees[-1])
+    ex = collectives.Exchange.of_program(program, PARENTS, wire, mesh.DOMAIN_AXES, device_mesh.shape, 'dense')
+    route = arrays.route_arrays(plan, PARENTS, program)
+    bench_common.progress(f'{scope} exchange')
     for site, candidates in programs(ex, device_mesh, route, degrees[-1]).items():
       seconds = bench_common.measure(candidates, args.rounds, budget_s=30)
       rows.append(

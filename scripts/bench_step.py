@@ -21,16 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from models.transformer import loss_sums
+from models.transformer import Decoder
 from repack_jax.commands import command_line
-from repack_jax.config import FULL, MODES, RunConfig
+from repack_jax.config import MODES, RunConfig
 from repack_jax.config.gin_files import load
-from repack_jax.data.batches import Batcher
+from repack_jax.data.batches import Batch, Batcher
 from repack_jax.data.sources import open_source
 from repack_jax.ops.attention import attention
 from repack_jax.parallel import mesh
 from repack_jax.plan.arrays import pack
-from repack_jax.solver.compare import plan_lengths
+from repack_jax.plan.plan import Plan
+from repack_jax.predict.cost_model import model_costs
+from repack_jax.solver import solve
 from repack_jax.training.context import StepContext
 from repack_jax.training.step import TrainStep
 
@@ -39,29 +41,33 @@ class PlainContext(StepContext):
   """The same layers without groups: attention on the rank's own tokens, no exchange."""
 
   def attend(self, kind, q, k, v, batch):
-    window = None if kind == FULL else self.model.kind(kind).window_tokens
-    return attention(q, k, v, batch.segments, window, self.attention.name)
+    return attention(q, k, v, batch.segments, kind, self.chosen.attention.name)
+
+
+def plans_of(run: RunConfig, batch: Batch, mode: str) -> tuple[Plan, ...]:
+  planner = dataclasses.replace(run.batch_planner, mode=mode)
+  return solve([len(sample) for sample in batch.samples], model_costs(run.cluster, run.model), planner).plans
 
 
 def mode_rows(run: RunConfig, batches: list, rounds: int) -> list[dict[str, object]]:
   """Seconds of a step and tokens/s of each mode, over the same batches."""
-  step = TrainStep(run, mesh.make_mesh(run.cluster))
+  step = TrainStep(run, mesh.make_mesh(run.cluster), Decoder(run.model))
   state, sums = step.init_state(), step.zero_sums()
   runs, rows = {}, []
 
   def make(mode: str):
     prepared = []
     for batch in batches:
-      plans = plan_lengths(step.run, [len(sample) for sample in batch.samples], mode)
-      arrays = [step.put(pack(plan, batch.samples, step.widest_degree(plan))) for plan in plans]
+      programs = {plan: step.program(plan) for plan in plans_of(run, batch, mode)}
+      arrays = [step.put(pack(plan, batch.samples, program)) for plan, program in programs.items()]
       targets = sum(int((s.targets >= 0).sum()) for s in batch.samples)
-      prepared.append((plans, arrays, targets))
+      prepared.append((list(programs.values()), arrays, targets))
 
     def steps():
       nonlocal state, sums
-      for plans, arrays, targets in prepared:
-        for plan, packed in zip(plans, arrays, strict=True):
-          sums = step.accumulate(state, sums, plan, packed)
+      for programs, arrays, targets in prepared:
+        for program, packed in zip(programs, arrays, strict=True):
+          sums = step.accumulate(state, sums, program, packed)
         state, metrics, sums = step.update(state, sums, targets)
       return metrics
 
@@ -77,7 +83,7 @@ def mode_rows(run: RunConfig, batches: list, rounds: int) -> list[dict[str, obje
         'case': mode,
         'compiles': step.traces['accumulate'] - traces,
         'compile_s': time.perf_counter() - begun,
-        'micro_batches': sum(len(plans) for plans, _, _ in prepared),
+        'micro_batches': sum(len(programs) for programs, _, _ in prepared),
       }
     )
   seconds = bench_common.measure(runs, rounds, budget_s=240)
@@ -100,23 +106,23 @@ def one_rank_rows(run: RunConfig, batch, rounds: int) -> list[dict[str, object]]
   planner = dataclasses.replace(run.planner, capacity_tokens=run.data.batch_tokens)
   model = dataclasses.replace(run.model, remat='none')  # remat's names are those of the exchange
   run = dataclasses.replace(run, cluster=cluster, planner=planner, model=model)
-  step = TrainStep(run, mesh.make_mesh(cluster))
-  (plan,) = plan_lengths(step.run, [len(sample) for sample in batch.samples], 'repack')
-  arrays = step.put(pack(plan, batch.samples, step.widest_degree(plan)))
+  step = TrainStep(run, mesh.make_mesh(cluster), Decoder(model))
+  (plan,) = plans_of(run, batch, 'repack')
+  program = step.program(plan)
+  arrays = step.put(pack(plan, batch.samples, program))
   state, zeros = step.init_state(), step.zero_sums()
-  ctx = step.contexts.context(plan.program)
-  plain_ctx = PlainContext(**{f.name: getattr(ctx, f.name) for f in dataclasses.fields(ctx)})
-  specs = jax.tree.map(lambda _: PartitionSpec(), step.specs)
+  ctx = PlainContext(program, step.chosen)
+  unsharded = jax.tree.map(lambda leaf: dataclasses.replace(leaf, spec=PartitionSpec()), step.placed)
 
-  def with_plans(params, load, arrays, sums):
-    return jax.tree.map(jnp.add, sums, step.gradients(params, load, arrays, plan.program))
+  def with_plans(params, carry, arrays, sums):
+    return jax.tree.map(jnp.add, sums, step.gradients(params, carry, arrays, program))
 
-  def plain(params, load, arrays, sums):
-    own = jax.value_and_grad(loss_sums, has_aux=True)
-    (_, losses), grads = own(params, specs, load, jax.tree.map(lambda x: x[0], arrays), plain_ctx)
+  def plain(params, carry, arrays, sums):
+    own = jax.value_and_grad(step.model.loss_sums, has_aux=True)
+    (_, losses), grads = own(params, unsharded, carry, jax.tree.map(lambda x: x[0], arrays), ctx)
     return jax.tree.map(jnp.add, sums, type(sums)(grads, losses))
 
-  inputs = (state.params, state.expert_load, arrays, zeros)
+  inputs = (state.params, state.carry, arrays, zeros)
   compiled = {
     name: jax.jit(f).lower(*inputs).compile()
     for name, f in (('one rank, plain', plain), ('one rank', with_plans))

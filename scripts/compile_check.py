@@ -38,7 +38,7 @@ from repack_jax.compile_check.rules import (
   placement_check,
   table,
 )
-from repack_jax.config import FULL, SPARSE, RunConfig
+from repack_jax.config import RunConfig
 from repack_jax.config.cluster import MAX_DOMAIN_RANKS
 from repack_jax.config.gin_files import load
 from repack_jax.config.paths import packaged_configs
@@ -47,9 +47,9 @@ from repack_jax.data.index import index_samples
 from repack_jax.data.lengths import length_batches, read_lengths
 from repack_jax.data.sources import open_source
 from repack_jax.parallel import xla_flags
-from repack_jax.plan.plan import DOMAIN, LOCAL, Plan
-from repack_jax.solver import SampleTooLong
-from repack_jax.solver.compare import plan_lengths
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Plan
+from repack_jax.predict.cost_model import model_costs
+from repack_jax.solver import SampleTooLong, solve
 
 _SEARCHED_BATCHES = 64
 
@@ -59,7 +59,7 @@ class DoesNotFit(Exception):
 
 
 def run_on(run: RunConfig, where: topology.Topology) -> RunConfig:
-  """The run with the topology's shape and memory; its planner's rates stay."""
+  """Returns the run with the topology's shape, memory and rows; the rates it plans with stay."""
   profile = load([str(packaged_configs() / 'clusters' / where.machine.profile)], []).cluster
   cluster = dataclasses.replace(
     run.cluster,
@@ -69,6 +69,7 @@ def run_on(run: RunConfig, where: topology.Topology) -> RunConfig:
     ranks_per_node=where.ranks_per_node,
     memory_bytes=profile.memory_bytes,
     memory_bytes_per_s=profile.memory_bytes_per_s,
+    wire_row_bytes=profile.wire_row_bytes,
   )
   return dataclasses.replace(run, cluster=cluster)
 
@@ -86,17 +87,19 @@ def batches_of(run: RunConfig) -> Iterator[Sequence[int]]:
 
 def plan_of(run: RunConfig) -> Plan:
   """The first plan with parents across nodes, and children inside them where the mode has children."""
-  wanted = DOMAIN, LOCAL if run.planner.mode in ('repack', 'solve') else DOMAIN
-  fallback = None
+  cluster = run.cluster
+  children_stay = run.planner.mode in ('repack', 'solve')
+  wanted = cluster.domain_ranks, cluster.ranks_per_node if children_stay else cluster.domain_ranks
+  costs, fallback = model_costs(cluster, run.model), None
   for lengths in itertools.islice(batches_of(run), _SEARCHED_BATCHES):
     try:
-      plans = plan_lengths(run, lengths, run.planner.mode)
+      plans = solve(lengths, costs, run.batch_planner).plans
     except SampleTooLong as error:
       raise ConfigError(str(error)) from None
     for plan in plans:
-      if (plan.scope(FULL), plan.scope(SPARSE)) == wanted:
+      if (plan.span(PARENTS), plan.span(CHILDREN)) == wanted:
         return plan
-      if fallback is None or plan.widest(FULL) > fallback.widest(FULL):
+      if fallback is None or plan.widest(PARENTS) > fallback.widest(PARENTS):
         fallback = plan
   assert fallback is not None
   return fallback
@@ -112,12 +115,13 @@ def compile_step(
   """
   import jax
 
+  from models.transformer import Decoder
   from repack_jax.parallel.mesh import mesh_of
   from repack_jax.training.step import TrainStep
 
-  step = TrainStep(run, mesh_of(devices, run.cluster))
+  step = TrainStep(run, mesh_of(devices, run.cluster), Decoder(run.model))
   programs, seconds = {}, {}
-  for name, lowered in step.lowered(plan.program).items():
+  for name, lowered in step.lowered(step.program(plan)).items():
     begun = time.perf_counter()
     try:
       programs[name] = lowered.compile()
@@ -143,17 +147,9 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
   sizes = parameter_sizes(shards, cluster.nodes, node)
   accumulate, update = (hlo.Program(programs[name].as_text()) for name in ('accumulate', 'update'))
   found = classify(accumulate.collectives(), sizes)
-  ctx = step.contexts.context(plan.program)
-  buffer_rows = {
-    (kind, site): ctx.exchange[kind].buffer_shape(heads)[0]
-    for kind in (FULL, SPARSE)
-    for site, heads in (
-      ('dispatch', ctx.exchange[kind].dispatch_heads),
-      ('combine', ctx.exchange[kind].combine_heads),
-    )
-  }
+  buffer_rows = receive_rows(step, plan)
   memory = step.memory_bytes(programs['accumulate'])
-  if step.contexts.attention.name == 'cudnn':
+  if step.chosen.attention.name == 'cudnn':
     model = run.model
     heads = plan.capacity_tokens, model.num_heads, model.head_dim  # as many in a group of any degree
     memory['cudnn_workspace_bytes'] = cudnn.workspace_bytes(*heads)
@@ -161,7 +157,7 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
   checks = [
     *exchange_checks(found, run.model, plan),
     *byte_checks(found, run.model, plan, buffer_rows),
-    matmul_check(accumulate.matmul_flops(CORES), run, plan.capacity_tokens, expert_rows(step, plan)),
+    matmul_check(accumulate.matmul_flops(CORES), run.model, plan.capacity_tokens, expert_rows(step, plan)),
     placement_check([[device_place(d) for d in local] for local in step.mesh.devices.reshape(-1, node)]),
     memory_check(memory, cluster.memory_bytes),
   ]
@@ -173,18 +169,31 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
   }
 
 
+def receive_rows(step: Any, plan: Plan) -> dict[tuple[str, str], int]:
+  """Returns rows of the buffer that each (layout, site) receives into."""
+  from repack_jax.exchange.collectives import Exchange
+  from repack_jax.parallel.mesh import DOMAIN_AXES
+
+  program, wire, rows = step.program(plan), step.run.model.wire, {}
+  for layout in LAYOUTS:
+    exchange = Exchange.of_program(program, layout, wire, DOMAIN_AXES, step.mesh.shape, step.chosen.exchange)
+    rows[layout, 'dispatch'] = exchange.buffer_shape(wire.dispatch_heads)[0]
+    rows[layout, 'combine'] = exchange.buffer_shape(wire.combine_heads)[0]
+  return rows
+
+
 def expert_rows(step: Any, plan: Plan) -> int:
   """Rows that a rank's grouped products multiply: those of its buffers, and what blocks lose."""
   from models.experts import block_rows
   from repack_jax.ops.grouped import product_rows
 
-  model, spread = step.run.model, step.contexts.expert_ranks
+  model, spread = step.run.model, step.chosen.expert_ranks
   if not model.num_experts:
     return 0
   rows = plan.capacity_tokens * model.experts_per_token
   if spread > 1:
     rows = spread * block_rows(model, plan.capacity_tokens, spread)
-  return product_rows(step.contexts.grouped, rows, model.num_experts // spread)
+  return product_rows(step.chosen.grouped, rows, model.num_experts // spread)
 
 
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
@@ -230,7 +239,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 
   plan = plan_of(run)
   devices = topology.devices(where, run.cluster.memory_bytes, run.cluster.memory_bytes_per_s)
-  print(f'compiling for {where.name}: {len(devices)} devices, {plan.program}', flush=True)
+  program = plan.program(run.sp_degrees[-1])
+  print(f'compiling for {where.name}: {len(devices)} devices, {program}', flush=True)
   try:
     step, programs, seconds = compile_step(run, plan, devices)
   except DoesNotFit as error:

@@ -1,6 +1,6 @@
 """What has to hold of a compiled training step, and the table of what was found. No compiler needed.
 
-Axis legend as in `repack_jax/collectives.py`.
+Axis legend as in `exchange/collectives.py`.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from repack_jax.compile_check.hlo import Array, Collective
-from repack_jax.config import FULL, LAYER_SCOPES, SPARSE, ModelConfig, RunConfig
+from repack_jax.config.model import ModelConfig
 from repack_jax.exchange import reference
+from repack_jax.kinds import LAYER_SCOPES
 from repack_jax.parallel.xla_flags import DECOMPOSER
-from repack_jax.plan.plan import LOCAL, Plan
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, Plan
 from repack_jax.predict import flops
-from repack_jax.predict.cost_model import PADDED_ROW_BYTES
-from repack_jax.predict.sizes import DTYPE_BYTES
 
-KINDS = {FULL: 'full', SPARSE: 'sparse'}
 ATTENTION, EXPERTS, PARAMETERS, METADATA, OTHER = (
   'attention exchange', 'expert exchange', 'parameters and sums', 'metadata', 'activations otherwise'
 )  # fmt: skip
@@ -36,14 +34,14 @@ class Found(NamedTuple):
   """A collective of the program and what it is for.
 
   Attributes:
-    kind: `F`, `S`, or '' outside layers.
+    layout: of the layer it is in, or '' outside layers.
     direction: `forward` or `backward`.
     stray: the arrays of it that are neither parameters nor metadata, where it is not an exchange.
   """
 
   collective: Collective
   purpose: str
-  kind: str
+  layout: str
   direction: str
   stray: tuple[Array, ...] = ()
 
@@ -68,7 +66,7 @@ def classify(collectives: Iterable[Collective], parameter_sizes: Iterable[int]) 
   found = []
   for collective in collectives:
     scope = collective.scope
-    kind = next((kind for kind, layer in LAYER_SCOPES.items() if layer in scope), '')
+    layout = next((layout for layout, layer in LAYER_SCOPES.items() if layer in scope), '')
     direction = 'backward' if 'transpose(' in scope else 'forward'
     stray: tuple[Array, ...] = ()
     if all(array.is_integer for array in collective.results):
@@ -77,19 +75,19 @@ def classify(collectives: Iterable[Collective], parameter_sizes: Iterable[int]) 
       purpose = EXPERTS if 'feed_forward' in scope else ATTENTION
     else:
       stray = tuple(
-        a for a in collective.results if not a.is_integer and not _is_parameter(a, sizes, collective, kind)
+        a for a in collective.results if not a.is_integer and not _is_parameter(a, sizes, collective, layout)
       )
       purpose = OTHER if stray else PARAMETERS
-    found.append(Found(collective, purpose, kind, direction, stray))
+    found.append(Found(collective, purpose, layout, direction, stray))
   return found
 
 
-def _is_parameter(array: Array, sizes: np.ndarray, collective: Collective, kind: str) -> bool:
+def _is_parameter(array: Array, sizes: np.ndarray, collective: Collective, layout: str) -> bool:
   """A parameter, or the step's sums.
 
   XLA pads what it scatters by a few rows, and shifts those to where they belong with permutations.
   """
-  if not kind and collective.kind in ('all-reduce', 'collective-permute'):
+  if not layout and collective.kind in ('all-reduce', 'collective-permute'):
     return True
   place = np.searchsorted(sizes, array.elements, side='right') - 1
   return bool(place >= 0 and array.elements <= 1.05 * sizes[place])
@@ -102,18 +100,18 @@ def parameter_sizes(shard_shapes: Iterable[tuple[int, ...]], nodes: int, local: 
 
 
 def table(found: Sequence[Found], ranks_per_node: int) -> list[dict[str, object]]:
-  """A row for each layer kind, direction, purpose and kind of collective, all that are alike together."""
+  """A row for each layout, direction, purpose and kind of collective, all that are alike together."""
   rows: dict[tuple, dict[str, object]] = {}
   for one in found:
     groups = one.collective.groups
     across = spans_nodes(groups, ranks_per_node)
     size = len(groups[0]) if groups else 0
-    key = (one.kind, one.direction, one.purpose, one.collective.kind, len(groups), size, across,
+    key = (one.layout, one.direction, one.purpose, one.collective.kind, len(groups), size, across,
            one.collective.asynchronous)  # fmt: skip
     row = rows.setdefault(
       key,
       {
-        'layer': KINDS.get(one.kind, '-'),
+        'layer': one.layout or '-',
         'direction': one.direction,
         'purpose': one.purpose,
         'collective': one.collective.kind,
@@ -143,23 +141,23 @@ def spans_nodes(groups: Sequence[Sequence[int]], ranks_per_node: int) -> bool:
 
 
 def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan) -> list[Check]:
-  """Two exchanges a layer and direction, nothing else on activations, sparse ones inside nodes."""
+  """Two exchanges a layer and direction, nothing else on activations, children's inside nodes."""
   checks = []
   for purpose in (ATTENTION, EXPERTS):
-    layers_of = {kind: _layers(model, kind, purpose) for kind in KINDS}
+    layers_of = {layout: _layers(model, layout, purpose) for layout in LAYOUTS}
     times: dict[tuple[str, str], int] = defaultdict(int)
     for one in found:
       if one.purpose == purpose:
-        times[one.kind, one.direction] += one.collective.times
+        times[one.layout, one.direction] += one.collective.times
     expected = {
-      (kind, direction): 2 * layers
-      for kind, layers in layers_of.items() for direction in ('forward', 'backward') if layers
+      (layout, direction): 2 * layers
+      for layout, layers in layers_of.items() for direction in ('forward', 'backward') if layers
     }  # fmt: skip
     if purpose == EXPERTS and not times:
       continue
     text = ', '.join(
-      f'{KINDS.get(kind, "outside layers")} {direction} {n} of {expected.get((kind, direction), 0)}'
-      for (kind, direction), n in sorted(times.items())
+      f'{layout or "outside layers"} {direction} {n} of {expected.get((layout, direction), 0)}'
+      for (layout, direction), n in sorted(times.items())
     )
     checks.append(Check(
       f'two {RAGGED} a layer and direction: {purpose}', dict(times) == expected, text or 'none',
@@ -179,21 +177,23 @@ def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan) -> l
     "on GPU this is XLA's rewrite of ragged all-to-alls across hosts: leave "
     f'--{DECOMPOSER}=false in XLA_FLAGS',
   ))  # fmt: skip
-  if plan.scope(SPARSE) == LOCAL:
-    exchanges = [one for one in found if one.kind == SPARSE and one.purpose in (ATTENTION, EXPERTS, OTHER)]
+  if plan.span(CHILDREN) == plan.ranks_per_node:
+    exchanges = [
+      one for one in found if one.layout == CHILDREN and one.purpose in (ATTENTION, EXPERTS, OTHER)
+    ]
     outside = [one for one in exchanges if spans_nodes(one.collective.groups, plan.ranks_per_node)]
     checks.append(Check(
-      "sparse layers' exchanges stay inside nodes", not outside and bool(exchanges),
+      "exchanges in the children's layout stay inside nodes", not outside and bool(exchanges),
       f'{len(outside)} of {len(exchanges)} leave them',
-      "the exchange was built for another scope than the plan's",
+      "the exchange was built for another span than the plan's",
     ))  # fmt: skip
   return checks
 
 
-def _layers(model: ModelConfig, kind: str, purpose: str) -> int:
-  """Layers of a kind that have this exchange."""
-  of_kind = [layer for layer, own in enumerate(model.layer_kinds) if own == kind]
-  return sum(purpose == ATTENTION or model.has_experts(layer) for layer in of_kind)
+def _layers(model: ModelConfig, layout: str, purpose: str) -> int:
+  """Layers of a layout that have this exchange."""
+  of_layout = [layer for layer, letter in enumerate(model.layer_kinds) if model.kind(letter).layout == layout]
+  return sum(purpose == ATTENTION or model.has_experts(layer) for layer in of_layout)
 
 
 class Moved(NamedTuple):
@@ -204,17 +204,18 @@ class Moved(NamedTuple):
 
 
 def plan_bytes(plan: Plan, model: ModelConfig) -> dict[tuple[str, str], Moved]:
-  """What the plan itself moves in one exchange, by layer kind and site."""
+  """What the plan itself moves in one exchange, by layout and site."""
   ranks = np.arange(plan.num_ranks)
   others = ranks[:, None] != ranks
   nodes = ranks // plan.ranks_per_node
   across = nodes[:, None] != nodes
-  head_bytes = model.head_dim * DTYPE_BYTES[model.compute_dtype]
+  wire = model.wire
+  head_bytes = wire.head_dim * wire.itemsize
   moved = {}
-  for kind in KINDS:
-    sent = reference.sent_elements(plan, kind, model.num_heads, model.num_kv_heads)
+  for layout in LAYOUTS:
+    sent = reference.sent_elements(plan, layout, model.num_heads, model.num_kv_heads)
     for site, heads in zip(('dispatch', 'combine'), sent, strict=True):
-      moved[kind, site] = Moved(*(float(heads[where].sum() * head_bytes) for where in (others, across)))
+      moved[layout, site] = Moved(*(float(heads[where].sum() * head_bytes) for where in (others, across)))
   return moved
 
 
@@ -227,21 +228,21 @@ def byte_checks(
   collective moves all of its arrays.
 
   Args:
-    buffer_rows: rows of the buffer that each (layer kind, site) receives into: it tells the sites apart.
+    buffer_rows: rows of the buffer that each (layout, site) receives into: it tells the sites apart.
   """
   own = plan_bytes(plan, model)
   wanted = np.zeros(2)
-  for (kind, _), bytes_moved in own.items():
-    wanted += 2 * model.layer_kinds.count(kind) * np.array(bytes_moved)
+  for (layout, _), bytes_moved in own.items():
+    wanted += 2 * _layers(model, layout, ATTENTION) * np.array(bytes_moved)
   compiled = np.zeros(2)
   padded = set()
   for one in found:
-    if one.purpose == ATTENTION and one.kind:
+    if one.purpose == ATTENTION and one.layout:
       (array, *_) = one.collective.results
       held, taken = array.row_bytes
       # Backward, the combine's buffer is the dispatch's and the other way round.
-      sites = [s for s in ('dispatch', 'combine') if buffer_rows[one.kind, s] == array.dims[0]]
-      total, cross = own[one.kind, sites[0] if sites else 'dispatch']
+      sites = [s for s in ('dispatch', 'combine') if buffer_rows[one.layout, s] == array.dims[0]]
+      total, cross = own[one.layout, sites[0] if sites else 'dispatch']
       if not spans_nodes(one.collective.groups, plan.ranks_per_node):
         total, cross = total - cross, 0.0
       compiled += one.collective.times * np.array([total, cross]) * taken / held
@@ -255,9 +256,8 @@ def byte_checks(
     checks.append(Check(
       f"bytes {name} are the plan's", bool(abs(ratio - 1) <= TOLERANCE),
       '; '.join([f'{got / 1e6:,.1f} MB of {want / 1e6:,.1f} MB ({ratio:.3f} times)', *sorted(padded)]),
-      'rows are padded on the wire (those of a TPU must be multiples of '
-      f'{PADDED_ROW_BYTES} bytes: cost.row_tokens), or a '
-      'collective moves whole buffers: see the table',
+      'rows are padded on the wire (those of a TPU must be multiples of 512 bytes: set '
+      'ClusterConfig.wire_row_bytes, as its profile does), or a collective moves whole buffers: see the table',
     ))  # fmt: skip
   return checks
 
@@ -277,21 +277,19 @@ def _moved(collective: Collective, array: Array, plan: Plan) -> Moved:
   return Moved(total, cross)
 
 
-def matmul_check(counted: int, run: RunConfig, slots: int, expert_rows: int) -> Check:
+def matmul_check(counted: int, model: ModelConfig, slots: int, expert_rows: int) -> Check:
   """Matrix products outside attention cores: those of the model's own count, and what is computed again.
 
   Args:
     slots: token slots of a rank.
     expert_rows: rows that its experts' products have room for: more than its slots' where they are spread.
   """
-  model = run.model
   passes = flops.TRAIN_OVER_FORWARD + (model.remat == 'layer')
   layers = flops.linear_flops_per_token(model) - flops.logits_flops_per_token(model)
   routed = sum(flops.routed_flops_per_token(model, layer) for layer in range(model.num_layers))
   own = passes * slots * (layers - routed)
   own += passes * expert_rows * routed // max(1, model.experts_per_token)
-  # The loss computes its logits again in the backward pass.
-  own += (flops.TRAIN_OVER_FORWARD + 1) * slots * flops.logits_flops_per_token(model)
+  own += flops.LOGITS_PASSES * slots * flops.logits_flops_per_token(model)
   ratio = counted / own
   return Check(
     "matrix products are the model's own", 1 / MOST_FLOPS_RATIO <= ratio <= MOST_FLOPS_RATIO,
