@@ -42,7 +42,10 @@ class GatedMLP(nnx.Module):
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-  """Returns x [T, heads, D] with rotary positions int32 [T] (Su et al. 2021), halves paired; as is for theta 0."""
+  """Returns x [T, heads, D] with rotary positions int32 [T] (Su et al. 2021), halves paired.
+
+  As it is where theta is 0.
+  """
   if not theta:
     return x
   half = x.shape[-1] // 2

@@ -2,9 +2,10 @@
 
     python scripts/bench_exchange.py --json exchange.json
 
-`plain` runs the same all-to-alls, one an SP degree that the exchange knows, on buffers that are already in place: what
-is on top of it is packing and compaction. `payload` is one all-to-all over all ranks of the exchange that carries just
-the bytes of the heads, without padding or degrees: what an exchange could cost at the least.
+`plain` runs the same all-to-alls, one for each SP degree that the exchange knows, on buffers that are already
+in place: what is on top of it is packing and compaction. `payload` is one all-to-all over all ranks of the
+exchange that carries just the bytes of the heads, without padding or degrees: what an exchange could cost at
+the least.
 """
 
 from __future__ import annotations

@@ -256,8 +256,8 @@ def byte_checks(
     checks.append(Check(
       f"bytes {name} are the plan's", bool(abs(ratio - 1) <= TOLERANCE),
       '; '.join([f'{got / 1e6:,.1f} MB of {want / 1e6:,.1f} MB ({ratio:.3f} times)', *sorted(padded)]),
-      'rows are padded on the wire (those of a TPU must be multiples of 512 bytes: set '
-      'ClusterConfig.wire_row_bytes, as its profile does), or a collective moves whole buffers: see the table',
+      'rows are padded on the wire (a TPU pads them to 512 bytes: set ClusterConfig.wire_row_bytes, as its '
+      'profile does), or a collective moves whole buffers: see the table',
     ))  # fmt: skip
   return checks
 

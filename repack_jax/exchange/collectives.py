@@ -125,7 +125,7 @@ class Exchange:
     return degree * self.capacity_tokens * heads_of(degree) * self.wire.head_dim // self.row_width
 
   def buffer_shape(self, heads_of: HeadsOf) -> tuple[int, int]:
-    """Returns [rows, W] of the buffer of a site, `heads_of` being the wire's `dispatch_heads` or `combine_heads`."""
+    """Returns [rows, W] of the buffer of a site; `heads_of` is `Wire.dispatch_heads` or `combine_heads`."""
     return max(self.rows(heads_of, p) for p in self.degrees), self.row_width
 
 
@@ -203,14 +203,12 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def combine(ex: Exchange, rows: jax.Array, route: Route) -> jax.Array:
   """Sends each token's owner its heads: the stream form with c = h -> [T, H, D], zero in padding."""
-  t, d = ex.capacity_tokens, ex.wire.head_dim
-  chex.assert_shape(rows, ex.buffer_shape(ex.wire.combine_heads))
-  received = to_slots(ex, ex.wire.combine_heads, rows, route)
+  t, d, heads_of = ex.capacity_tokens, ex.wire.head_dim, ex.wire.combine_heads
+  chex.assert_shape(rows, ex.buffer_shape(heads_of))
+  received = to_slots(ex, heads_of, rows, route)
 
   def whole(degree: int) -> jax.Array:
-    slots = _view(ex, ex.wire.combine_heads, received, degree).reshape(
-      degree, t, ex.wire.result_heads // degree, d
-    )
+    slots = _view(ex, heads_of, received, degree).reshape(degree, t, heads_of(degree), d)
     return slots.swapaxes(0, 1).reshape(t, ex.wire.result_heads, d)
 
   out = lax.switch(route.log2_size, [functools.partial(whole, p) for p in ex.degrees])
@@ -222,14 +220,12 @@ def _combine_fwd(ex, rows, route):
 
 
 def _combine_bwd(ex, route, grad):
-  t, d = ex.capacity_tokens, ex.wire.head_dim
+  t, d, heads_of = ex.capacity_tokens, ex.wire.head_dim, ex.wire.combine_heads
 
   def slots(degree: int) -> jax.Array:
-    return grad.reshape(t, degree, ex.wire.result_heads // degree, d).swapaxes(0, 1)
+    return grad.reshape(t, degree, heads_of(degree), d).swapaxes(0, 1)
 
-  return to_stream(
-    ex, ex.wire.combine_heads, _by_degree(ex, ex.wire.combine_heads, route, slots), route
-  ), None
+  return to_stream(ex, heads_of, _by_degree(ex, heads_of, route, slots), route), None
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)

@@ -125,7 +125,7 @@ def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def reduce_gradients(grads: Tree, placed: Tree) -> Tree:
-  """Returns gradients summed over the mesh axes that still hold partial sums: the one place that reduces them.
+  """Returns gradients summed over the mesh axes that still hold partial sums: the one place that does so.
 
   Gathered parameters were reduce-scattered over their own axes on the way back.
   """

@@ -39,7 +39,7 @@ class Program(NamedTuple):
   """What of a plan is compiled in: plans that agree in it share one program. The rest of a plan is data.
 
   Attributes:
-    parents_span, children_span: ranks that the exchanges of layers in each layout span, a node's or a domain's.
+    parents_span, children_span: ranks that the exchanges of each layout span, a node's or a domain's.
     widest_degree: the widest SP degree that the program knows; it knows every power of two up to it.
     capacity_tokens: token slots of a rank.
     row_tokens: ranks hold multiples of so many slots of their group's stream (`Plan.row_tokens`).

@@ -14,8 +14,8 @@ from typing import TypeVar
 import numpy as np
 
 DTYPE_BYTES = {'float32': 4, 'bfloat16': 2}
-# Rows on the wire are as long as this where what each degree sends allows: a TPU's links pad shorter ones to it
-# (compiled for v5p, v6e and v7).
+# Rows on the wire are as long as this where what each degree sends allows: a TPU's links pad shorter ones
+# to it (compiled for v5p, v6e and v7).
 MOST_ROW_BYTES = 512
 Degree = TypeVar('Degree', int, np.ndarray)
 

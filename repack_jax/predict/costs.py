@@ -144,7 +144,7 @@ class Costs:
     return 2 * (cluster.inter_node_latency_s if wide else cluster.intra_node_latency_s)
 
   def cross_node_bytes(self, plan: Plan) -> int:
-    """Returns the bytes that the attention exchanges of all layers send between nodes, both passes, all ranks.
+    """Returns bytes that the attention exchanges of all layers send between nodes, both passes, all ranks.
 
     An aligned group of P ranks covers whole nodes or lies in one, so each token has
     `max(0, P - ranks_per_node)` peers in other nodes. Exchanges of spread experts never leave a node.

@@ -108,8 +108,8 @@ class PlanTimes:
 def plan_times(plan: Plan, costs: Costs, redistribute: bool = False) -> PlanTimes:
   """Returns the times of a plan.
 
-  With `redistribute`, layers in the parents' layout run in an even layout of their own instead (each rank of a
-  parent holds an equal share of its stream) and a pass of hidden states leads into and out of it: what
+  With `redistribute`, layers in the parents' layout run in an even layout of their own instead (each rank of
+  a parent holds an equal share of its stream) and a pass of hidden states leads into and out of it: what
   repacking avoids.
   """
   layouts = {layout: _layout_times(plan, costs, layout, plan.shared_tokens) for layout in LAYOUTS}
@@ -233,9 +233,9 @@ def _moved(
 
 
 def predicted_s(plan: Plan, costs: Costs) -> float:
-  """Returns seconds of a micro-batch's layers and logits, both passes, if a domain's ranks meet at each layer.
+  """Returns seconds of a micro-batch's layers and logits, both passes, if ranks meet at each layer.
 
-  They do where parameters are gathered a layer at a time and not ahead: a closed form of what the simulator
+  Those of a domain do where parameters are gathered a layer at a time and not ahead: a closed form of what the simulator
   plays with `prefetch_layers = 0`, without the parameter collectives. The slowest domain's seconds.
   """
   times = plan_times(plan, costs)

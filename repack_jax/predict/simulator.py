@@ -91,7 +91,7 @@ def simulate(
   exchange_chunks: int = 1,
   spans: bool = False,
 ) -> Simulated:
-  """Returns one optimizer step as it is played: each plan's micro-batch forward and backward, then the update.
+  """Returns an optimizer step as it is played: each plan's micro-batch forward and backward, then the update.
 
   Args:
     redistribute: layers in parents' layout run in one of their own, reached by a pass (`plan_times`).

@@ -25,7 +25,7 @@ class Parameters(NamedTuple):
 
 
 def expert_ranks(model: ModelConfig, cluster: ClusterConfig) -> int:
-  """Returns the ranks that a layer's experts are spread over; 1 where every rank has them all, or none are."""
+  """Returns the ranks that a layer's experts are spread over; 1 where each has all, or there are none."""
   return cluster.ranks_per_node if model.num_experts and model.expert_placement == 'spread' else 1
 
 
@@ -49,7 +49,7 @@ def total_parameters(model: ModelConfig) -> int:
 
 
 def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfig) -> dict[str, int]:
-  """Returns the bytes a rank needs at its full capacity, by purpose: an estimate, as compilers keep what they will.
+  """Returns bytes a rank needs at its full capacity, by purpose. An estimate: compilers keep what they like.
 
   Activations are those that the backward pass reads: with `remat = 'none'` each product's operands, with
   `layer` a layer's input and what the exchanges moved, plus one layer's own while it is recomputed.

@@ -11,7 +11,7 @@ from repack_jax.predict.costs import Costs, OfLengths
 
 
 def compute_bound_s(lengths: np.ndarray, costs: Costs) -> float:
-  """Returns seconds of a step's computation shared evenly by all ranks: no communication, padding or waiting."""
+  """Returns seconds of a step's computation, shared evenly by all ranks: no exchanges, padding or waiting."""
   lengths = np.asarray(lengths, np.int64)
   routed_s = (1 + costs.linear_backward) * sum(layer.routed_s for layer in costs.layers)
   seconds = float(lengths.sum()) * (costs.slot_s + routed_s) + float(costs.all_attention_s(lengths).sum())

@@ -1,7 +1,7 @@
 """The best plan of a small batch, found by CP-SAT: what the fast planner is measured against.
 
-This and `exact_program.py` alone need OR-tools (`pip install 'repack-jax[exact]'`); nothing else of the package imports
-them.
+This and `exact_program.py` alone need OR-tools (`pip install 'repack-jax[exact]'`); nothing else of the
+package imports them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def exact(
   limit_s: float = 60.0,
   num_search_workers: int = 2,
 ) -> tuple[Plan, bool]:
-  """Returns the best plan of a batch in one micro-batch of one domain, by `predicted_s`; whether it is proven.
+  """Returns the best plan of a batch in one micro-batch of one domain, and whether it is proven.
+
+  By `predicted_s`.
 
   It is at most as slow as what `solve` finds, which the search starts from. What is proven has tokens as
   divisible where `predicted_s` rounds those of a rank, but for its slots, and is within 1e-5 of the optimum.

@@ -208,7 +208,7 @@ class Program:
     return cp_model.LinearExpr.weighted_sum([groups.member[s, b] for s in self.samples], units)
 
   def _exchange(self, p: Block) -> cp_model.LinearExpr:
-    """Both exchanges of a parent, without latency: what its ranks send or receive at most, as in `plan_times`."""
+    """Both exchanges of a parent, without latency: the most its ranks send or receive, as in `plan_times`."""
     cluster, node = self.costs.cluster, self.costs.cluster.ranks_per_node
     even = self._even_exchange(self.parents, p)  # the mean, so never more
     if p.size == 1 or self.parents is self.children:

@@ -94,7 +94,7 @@ class _Batch:
     self._simulated: dict[tuple[int, ...], tuple[tuple[Plan, ...], Simulated]] = {}
 
   def solve(self) -> tuple[list[Plan], list[Plan]]:
-    """The plans of the mode, and those of the same micro-batches with repacking disabled where it knows them."""
+    """The plans of the mode, and those of the same micro-batches with repacking disabled, if it has them."""
     if not len(self.lengths):
       return [], []
     room = self.cluster.num_ranks * self.config.capacity_tokens

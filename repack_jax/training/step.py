@@ -30,7 +30,7 @@ Metrics = dict[str, jax.Array]
 
 
 class Model(Protocol):
-  """What the step needs of a model. Losses are a tree of sums over tokens, the same on all ranks once summed."""
+  """What the step needs of a model. Losses are a tree of sums over tokens."""
 
   def init(self, seed: int) -> Tree:
     """Returns float32 master weights. Traceable."""
@@ -178,7 +178,7 @@ class TrainStep:
     return self._accumulate(state.params, state.carry, sums, arrays, program=program)
 
   def update(self, state: TrainState, sums: Sums, target_tokens: int) -> tuple[TrainState, Metrics, Sums]:
-    """Returns the step's update from its sums, both donated; its metrics; and zeroed sums for the next step."""
+    """Returns the state after the update, the step's metrics, and zeroed sums; state and sums are donated."""
     return self._update(state, sums, jnp.float32(max(1, target_tokens)))
 
   def gradients(self, params: Tree, carry: Tree, arrays: PlanArrays, program: Program) -> Sums:
