@@ -1,5 +1,6 @@
 # make train   sets up .venv and trains configs/tiny_cpu.gin
 # make test    sets up .venv and runs the tests
+# make test-long  the sweeps and slow checks that make test leaves out
 # make lint    ruff and mypy
 # make bench   the benchmarks of scripts/
 # make sim     simulates configs/sim/paper_1f3s.gin
@@ -17,13 +18,16 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Compiled programs are kept between runs.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
-.PHONY: train test lint bench sim compile-check compile-check-gpu setup setup-dev clean
+.PHONY: train test test-long lint bench sim compile-check compile-check-gpu setup setup-dev clean
 
 train: setup
 	$(BIN)/python train.py --config $(CONFIG) $(ARGS)
 
 test: setup-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not long" $(ARGS)
+
+test-long: setup-dev
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """A trainer that is not this project's: its own model and mesh axes, with layerwise repacking in its attention.
 
-    python examples/own_trainer.py
+python examples/own_trainer.py
 """
 
 from typing import NamedTuple
@@ -17,7 +17,9 @@ VOCAB, MODEL, HEADS, KV_HEADS, WIDTH = 64, 32, 8, 2, 4
 KINDS = (rj.FullAttention(), rj.SlidingWindowAttention(window_tokens=16))
 
 # What costs what on this machine, in seconds of a rank: made-up rates here, on which planning depends.
-cluster = rj.ClusterConfig(nodes=HOSTS, ranks_per_node=CHIPS, intra_node_bytes_per_s=1e8, inter_node_bytes_per_s=2e7)
+cluster = rj.ClusterConfig(
+  nodes=HOSTS, ranks_per_node=CHIPS, intra_node_bytes_per_s=1e8, inter_node_bytes_per_s=2e7
+)
 wire = rj.Wire.of_attention(HEADS, KV_HEADS, WIDTH, 'float32')
 layers = [rj.LayerCosts(kind.layout, lambda n, kind=kind: kind.flops(wire, n) / 1e8) for kind in KINDS]
 costs, planner = rj.Costs(cluster, wire, tuple(layers)), rj.PlannerConfig(capacity_tokens=128)
@@ -29,8 +31,15 @@ class Sample(NamedTuple):
 
 
 def init(key):
-  shapes = {'qkv': (2, MODEL, (HEADS + 2 * KV_HEADS) * WIDTH), 'out': (2, HEADS * WIDTH, MODEL), 'table': (VOCAB, MODEL)}
-  return {name: 0.2 * jax.random.normal(jax.random.fold_in(key, i), shape) for i, (name, shape) in enumerate(shapes.items())}
+  shapes = {
+    'qkv': (2, MODEL, (HEADS + 2 * KV_HEADS) * WIDTH),
+    'out': (2, HEADS * WIDTH, MODEL),
+    'table': (VOCAB, MODEL),
+  }
+  return {
+    name: 0.2 * jax.random.normal(jax.random.fold_in(key, i), shape)
+    for i, (name, shape) in enumerate(shapes.items())
+  }
 
 
 def rank_loss(params, batch, program):
@@ -51,7 +60,9 @@ def make_step(mesh):
       return jax.lax.psum(jax.value_and_grad(rank_loss)(params, own, program), AXES)
 
     specs = PartitionSpec(), PartitionSpec(AXES)
-    return jax.shard_map(rank, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(params, arrays)
+    return jax.shard_map(rank, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(
+      params, arrays
+    )
 
   return jax.jit(step, static_argnames='program')
 

@@ -12,7 +12,7 @@ from repack_jax.checks import ConfigError
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, required: bool = False) -> None:
-  """`--config FILE` and `--set Class.field=value`, for `gin_files.load(args.config, args.set)`."""
+  """Adds `--config FILE` and `--set Class.field=value`, for `gin_files.load(args.config, args.set)`."""
   parser.add_argument(
     '--config', action='append', default=[], metavar='FILE', required=required,
     help='a gin file, in the current folder or else of those that come with the package, such as '
@@ -21,18 +21,20 @@ def add_config_arguments(parser: argparse.ArgumentParser, required: bool = False
   )  # fmt: skip
   parser.add_argument(
     '--set', action='append', default=[], metavar='CLASS.FIELD=VALUE',
-    help="overrides the files, for example --set 'TrainConfig.steps=20'; repeatable. A relative path is one "
-    'of the current folder',
+    help="overrides the files, for example --set 'TrainConfig.steps=20'; repeatable. Relative paths are "
+    'looked up in the current folder',
   )  # fmt: skip
 
 
-def described(doc: str | None) -> argparse.ArgumentParser:
-  """A parser that describes a command by its docstring."""
-  return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+def described(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+  """Returns a parser that describes a command by its docstring; `prog` is its name, if it is no script."""
+  return argparse.ArgumentParser(
+    prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+  )
 
 
 def output_file(name: str) -> Path:
-  """The type of an argument: a file that can be written, found out before any work starts."""
+  """Returns the path of an argument that is a file to write; as its type, checked before any work starts."""
   path = Path(name)
   if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
     raise argparse.ArgumentTypeError(f'{name}: cannot be written; name a file in a folder that exists')

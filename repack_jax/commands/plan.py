@@ -1,7 +1,7 @@
 """Shows how a batch of lengths would be laid on a cluster, and what that would bring.
 
-    repack-plan my_lengths.npy --config configs/sim/paper_1f3s.gin
-    repack-plan docs.jsonl --config configs/tiny_cpu.gin --html plan.html --perfetto trace.json.gz
+    repack-plan my_lengths.npy --config sim/paper_1f3s.gin
+    repack-plan docs.jsonl --config tiny_cpu.gin --html plan.html --perfetto trace.json.gz
 
 Lengths come from .npy, .npz, .jsonl (documents), .csv (a histogram: low,high,count) or text (one a line).
 The config says what makes a batch of them (DataConfig.batch_tokens), on what cluster and with what model. A
@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 
 def batch_of(run: RunConfig, file: str, number: int) -> np.ndarray:
-  """Lengths of one batch of a file, counted from 1."""
+  """Returns the lengths of one batch of a file, int64 [n]; batches are counted from 1."""
   lengths = read_lengths(file, run.data)
   batches = (
     length_batches(lengths, run.data, run.simulator)
@@ -91,7 +91,7 @@ def as_text(rows: Sequence[Row], bound_s: float) -> str:
 
 
 def as_json(run: RunConfig, case: Case, rows: Sequence[Row], bound_s: float) -> dict[str, object]:
-  """The comparison, and the plans of the config's mode: groups as [first rank, size, samples]."""
+  """Returns the comparison, and the plans of the config's mode: groups as [first rank, size, samples]."""
   plans = [
     {
       'digest': plan.digest(),
@@ -114,7 +114,7 @@ def as_json(run: RunConfig, case: Case, rows: Sequence[Row], bound_s: float) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  parser = command_line.described(__doc__)
+  parser = command_line.described(__doc__, 'repack-plan')
   parser.add_argument('lengths', nargs='?', help='a file of lengths (default: SimulatorConfig.lengths)')
   command_line.add_config_arguments(parser, required=True)
   parser.add_argument(
@@ -160,5 +160,5 @@ def _positive(text: str) -> int:
 
 
 def command() -> None:
-  """The console script."""
+  """Runs the console script `repack-plan`."""
   command_line.run(main)

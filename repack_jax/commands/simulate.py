@@ -1,11 +1,11 @@
 """Plays training steps on a cluster that need not exist, in every mode, and compares them.
 
-    repack-simulate --config configs/sim/paper_1f3s.gin
-    repack-simulate --config configs/sim/paper_1f3s.gin --config configs/sim/wikipedia.gin
+    repack-simulate --config sim/paper_1f3s.gin
+    repack-simulate --config sim/paper_1f3s.gin --config sim/wikipedia.gin
 
 The config names a file of lengths, the model and the cluster's rates. All times are simulated: they follow
-from those rates (repack_jax/simulator.py says what is assumed). `bound` is computation alone, shared evenly
-by all ranks: no communication, no padding, no waiting.
+from those rates (repack_jax/predict/simulator.py says what is assumed). `bound` is computation alone, shared
+evenly by all ranks: no communication, no padding, no waiting.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Tally:
     return self.step_s[name] / self.steps
 
   def mfu(self, name: str, run: RunConfig) -> float:
-    """Of all these steps together; 0 where the cluster's peak is unknown."""
+    """Returns the MFU of all these steps together; 0 where the cluster's peak is unknown."""
     peak = run.cluster.peak_flops_per_s * run.cluster.num_ranks
     return self.model_flops / (self.step_s[name] * peak) if peak else 0.0
 
 
 def play(run: RunConfig) -> tuple[Tally, Tally, Counter[int]]:
-  """(the steps whose parents cross nodes in the baseline, all steps, widest parent -> steps)."""
+  """Returns the steps whose parents cross nodes in the baseline, all steps, and widest parent -> steps."""
   batches = length_batches(read_lengths(run.simulator.lengths, run.data), run.data, run.simulator)
   wide, everything, widest = Tally(), Tally(), Counter[int]()
   costs = model_costs(run.cluster, run.model)
@@ -90,7 +90,7 @@ def play(run: RunConfig) -> tuple[Tally, Tally, Counter[int]]:
 
 
 def describe(run: RunConfig) -> str:
-  """What is simulated, in a few lines."""
+  """Returns what is simulated, in a few lines."""
   simulator, data = run.simulator, run.data
   tail = ''
   if simulator.tail_from_tokens and simulator.tail_scale != 1:
@@ -112,7 +112,7 @@ def describe(run: RunConfig) -> str:
 
 
 def comparison(tally: Tally, run: RunConfig, published: bool) -> str:
-  """A row a mode: step time and MFU, against the baseline and the bound."""
+  """Returns a row a mode: step time and MFU, against the baseline and the bound."""
   base_s, bound_s = tally.mean_s(BASELINE), tally.mean_s(BOUND)
   lines = [f'{"mode":<38}{"step s":>8}{"change":>9}{"MFU":>8}{"points":>8}{"way to bound":>14}']
   if published:
@@ -131,7 +131,7 @@ def comparison(tally: Tally, run: RunConfig, published: bool) -> str:
 
 
 def causes(tally: Tally) -> str:
-  """A row a cause: seconds of a step in each mode, mean over ranks."""
+  """Returns a row a cause: seconds of a step in each mode, mean over ranks."""
   names = list(SIMULATED_MODES)
   lines = [f'{"seconds a step, mean of ranks":<30}' + ''.join(f'{name:>14}' for name in names)]
   for family in (COMPUTE, TRANSFER, WAIT):
@@ -143,7 +143,7 @@ def causes(tally: Tally) -> str:
 
 
 def results(tally: Tally, run: RunConfig) -> dict[str, dict[str, float]]:
-  """mode -> its mean step seconds and MFU; no modes where there were no such steps."""
+  """Returns mode -> its mean step seconds and MFU; no modes where there were no such steps."""
   if not tally.steps:
     return {}
   names = (*SIMULATED_MODES, BOUND, *WHAT_IF)
@@ -151,7 +151,7 @@ def results(tally: Tally, run: RunConfig) -> dict[str, dict[str, float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  parser = command_line.described(__doc__)
+  parser = command_line.described(__doc__, 'repack-simulate')
   command_line.add_config_arguments(parser, required=True)
   parser.add_argument(
     '--json', type=command_line.output_file, metavar='FILE', help='also write the results here'
@@ -179,5 +179,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def command() -> None:
-  """The console script."""
+  """Runs the console script `repack-simulate`."""
   command_line.run(main)

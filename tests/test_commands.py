@@ -1,4 +1,4 @@
-"""The commands that need no devices: plan.py and simulate.py, as a user runs them."""
+"""The commands that need no devices, repack-plan and repack-simulate, as a user runs them."""
 
 import gzip
 import importlib
@@ -16,19 +16,19 @@ TINY = str(ROOT / 'configs/tiny_cpu.gin')
 MODES = {'static', 'parents', 'redistribute', 'repack', 'solve', 'bound'}
 
 
-def script(name: str):
+def command(name: str):
   return importlib.import_module(f'repack_jax.commands.{name}')
 
 
 def shown(capsys, name: str, *args: str) -> str:
-  script(name).main(args)
+  command(name).main(args)
   return capsys.readouterr().out
 
 
 def error_of(capsys, name: str, *args: str) -> str:
   """The one line of a mistake, which must end with exit code 2 and no traceback."""
   with pytest.raises(SystemExit) as end:
-    command_line.run(lambda: script(name).main(args))
+    command_line.run(lambda: command(name).main(args))
   assert end.value.code == 2
   lines = capsys.readouterr().err.strip().splitlines()
   assert not any('Traceback' in line for line in lines)
@@ -39,6 +39,16 @@ def error_of(capsys, name: str, *args: str) -> str:
 def working_directory(tmp_path, monkeypatch):
   """Each test in an empty folder: a config finds its own files."""
   monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize('name', ['plan', 'simulate'])
+def test_help_says_what_to_type_and_where_files_are_found(name, capsys):
+  with pytest.raises(SystemExit) as end:
+    command(name).main(['--help'])
+  shown = ' '.join(capsys.readouterr().out.split())
+  assert end.value.code == 0 and shown.startswith(f'usage: repack-{name} ')
+  for part in ('--config sim/paper_1f3s.gin', 'those that come with the package', 'then in the current one'):
+    assert part in shown
 
 
 def test_simulate_prints_and_writes_the_comparison(capsys, tmp_path):
