@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
+from models.transformer import Decoder
 from repack_jax.config import (
   ClusterConfig,
   DataConfig,
@@ -21,7 +22,8 @@ from repack_jax.data.samples import Sample
 from repack_jax.kinds import SlidingWindowAttention
 from repack_jax.parallel import mesh
 from repack_jax.plan.arrays import PlanArrays, pack
-from repack_jax.plan.plan import Plan
+from repack_jax.plan.plan import Plan, Program
+from repack_jax.predict.cost_model import model_costs
 from repack_jax.solver import solve
 from repack_jax.training.step import Sums, TrainStep
 
@@ -55,7 +57,7 @@ def run_config(
 @functools.cache
 def program(run: RunConfig) -> TrainStep:
   """One a config, so that tests share compiled programs."""
-  return TrainStep(run, mesh.make_mesh(run.cluster))
+  return TrainStep(run, mesh.make_mesh(run.cluster), Decoder(run.model))
 
 
 @functools.cache
@@ -82,24 +84,39 @@ def without_targets(sample: Sample) -> Sample:
   return dataclasses.replace(sample, targets=np.full_like(sample.targets, -1))
 
 
-def packed(run: RunConfig, plan: Plan, batch: Sequence[Sample]) -> PlanArrays:
-  step = program(run)
-  return step.put(pack(plan, batch, step.widest_degree(plan)))
+def plans_of(run: RunConfig, lengths: Sequence[int], mode: str | None = None) -> tuple[Plan, ...]:
+  """The plans of a batch in a mode, the run's own by default."""
+  planner = run.batch_planner if mode is None else dataclasses.replace(run.batch_planner, mode=mode)
+  return solve(lengths, model_costs(run.cluster, run.model), planner).plans
 
 
-def sums_of_plan(run: RunConfig, plan: Plan, batch: Sequence[Sample]) -> Sums:
-  """Losses and gradients of one micro-batch as NumPy arrays, not divided by anything."""
+def widest_program(run: RunConfig, row_tokens: int = 1) -> Program:
+  """A program that serves every plan of the run: one compile for all that need not have one of their own."""
+  ranks = run.cluster.domain_ranks
+  return Program(ranks, ranks, run.sp_degrees[-1], run.planner.capacity_tokens, row_tokens, has_solo=True)
+
+
+def packed(run: RunConfig, plan: Plan, batch: Sequence[Sample], runs_it: Program) -> PlanArrays:
+  return program(run).put(pack(plan, batch, runs_it))
+
+
+def sums_of_plan(run: RunConfig, plan: Plan, batch: Sequence[Sample], runs_it: Program | None = None) -> Sums:
+  """Losses and gradients of one micro-batch as NumPy arrays, not divided by anything.
+
+  Args:
+    runs_it: the program; the plan's own by default.
+  """
+  runs_it = runs_it or program(run).program(plan)
   experts = max(1, run.model.num_experts)
   share = np.arange(1, experts + 1, dtype=np.float32)  # not uniform: the balance loss has a gradient
   load = np.tile(share / share.sum(), (run.model.num_layers, 1))
-  result = _gradients(run)(parameters(run), load, packed(run, plan, batch), program=plan.program)
+  result = _gradients(run)(parameters(run), load, packed(run, plan, batch, runs_it), program=runs_it)
   return jax.tree.map(np.asarray, result)
 
 
 def sums_of_batch(run: RunConfig, batch: Sequence[Sample]) -> Sums:
   """The same for a batch, over all micro-batches of its plans."""
-  plans = solve([len(s) for s in batch], run.cluster, run.model, run.planner)
-  parts = [sums_of_plan(run, plan, batch) for plan in plans]
+  parts = [sums_of_plan(run, plan, batch) for plan in plans_of(run, [len(s) for s in batch])]
   return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *parts)
 
 

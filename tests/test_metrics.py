@@ -8,7 +8,8 @@ from model_runs import samples
 from repack_jax.config import ClusterConfig, RunConfig
 from repack_jax.data.batches import Batch
 from repack_jax.predict import flops
-from repack_jax.training.metrics import MetricsFile, step_record, summary
+from repack_jax.training.loop import Position, StepDone
+from repack_jax.training.metrics import HOST_METRICS, MetricsFile, step_record, summary
 from repack_jax.training.planned_steps import planned_steps
 
 
@@ -59,13 +60,28 @@ def test_summary_by_hand():
   assert summary([], {}) == 'no steps were run'
 
 
+def step_done(run: RunConfig) -> StepDone:
+  """A step of 100 tokens that took 2 s."""
+  batch = Batch(samples=tuple(samples([60, 40])), index=0, epoch=0, state_after={})
+  planned = next(
+    planned_steps(run, [batch], lambda plan: plan.program(run.sp_degrees[-1]), lambda arrays: None)
+  )
+  position = Position(1, None, {})  # type: ignore[arg-type]
+  return StepDone(planned, position, {'loss': 1.5, 'dropped_assignments': 0}, 2.0, 0.5, 1)
+
+
 def test_mfu_by_hand(monkeypatch):
   """Against a peak of 1,000 FLOP/s on each of 16 ranks: 3 x 7 x 100 tokens' forward work in 2 s."""
   monkeypatch.setattr(flops, 'sample_flops', lambda model, lengths: 7 * lengths)
   run = RunConfig(cluster=ClusterConfig(peak_flops_per_s=1000.0))
-  batch = Batch(samples=tuple(samples([60, 40])), index=0, epoch=0, state_after={})
-  planned = next(planned_steps(run, iter([batch]), lambda plan, samples: None))  # type: ignore[arg-type]
-  names = ('loss', 'grad_norm', 'learning_rate', 'balance', 'router_z', 'dropped')
-  found = step_record(run, 1, planned, dict.fromkeys(names, 0), step_s=2.0, data_wait_s=0.0, compiles=1)
+  found = step_record(run, step_done(run))
   assert found['mfu'] == pytest.approx(3 * 7 * 100 / (2 * 16 * 1000))
-  assert 'mfu' not in step_record(RunConfig(), 1, planned, dict.fromkeys(names, 0), 2.0, 0.0, 1)
+  assert 'mfu' not in step_record(RunConfig(), step_done(RunConfig()))
+
+
+def test_a_record_holds_what_hosts_and_devices_report():
+  found = step_record(RunConfig(), step_done(RunConfig()))
+  assert set(found) == {*HOST_METRICS, 'loss', 'dropped_assignments', 'mode'}
+  assert found['loss'] == 1.5 and found['step'] == 1 and found['mode'] == 'solve'
+  assert found['tokens_per_s'] == 100 / 2.5 and found['target_tokens'] == 98
+  assert found['padding_fraction'] == 1 - 100 / (16 * 512)

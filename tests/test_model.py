@@ -12,26 +12,28 @@ from model_runs import (
   SLOTS,
   assert_same,
   packed,
+  plans_of,
   program,
   run_config,
   samples,
   sums_of_batch,
   sums_of_plan,
+  widest_program,
   without_targets,
 )
 from ragged import emulated_ragged_all_to_all
 
 from models.experts import block_rows
-from models.transformer import stacks
-from repack_jax.config import FULL, MODES, SPARSE
-from repack_jax.ops.attention import attention
+from models.transformer import Decoder, stacks
+from repack_jax.config import MODES
+from repack_jax.exchange.ulysses import repacked_attention
+from repack_jax.kinds import FullAttention, SlidingWindowAttention
+from repack_jax.ops.attention import attention, get_attention
 from repack_jax.ops.loss import token_losses
-from repack_jax.parallel.mesh import RANK_BLOCKS, make_mesh
+from repack_jax.parallel.mesh import DOMAIN_AXES, RANK_BLOCKS, make_mesh
 from repack_jax.plan.arrays import pack
-from repack_jax.plan.plan import DOMAIN, LOCAL, Group, Plan
+from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan
 from repack_jax.predict import flops
-from repack_jax.solver import solve
-from repack_jax.training.context import Contexts
 from repack_jax.training.step import TrainStep
 
 LENGTHS = {
@@ -55,23 +57,38 @@ def one_rank():
 def test_loss_and_gradients_do_not_depend_on_mesh_and_mode(one_rank, ranks, mode):
   run = run_config(ranks)  # one program for all modes: the mode is the planner's alone
   for name, lengths in LENGTHS.items():
-    config = dataclasses.replace(run.planner, mode=mode)
-    (plan,) = solve(lengths, run.cluster, run.model, config)
-    assert_same(sums_of_plan(run, plan, samples(lengths)), one_rank[name])
+    (plan,) = plans_of(run, lengths, mode)
+    assert_same(sums_of_plan(run, plan, samples(lengths), widest_program(run)), one_rank[name])
+
+
+@pytest.mark.parametrize('ranks', [4, 16])
+def test_every_program_that_plans_ask_for_agrees(one_rank, ranks):
+  """The narrowest program of each plan, over nodes or the domain, with solo samples or without."""
+  run, used = run_config(ranks), set()
+  for mode in MODES:
+    for name, lengths in LENGTHS.items():
+      (plan,) = plans_of(run, lengths, mode)
+      if program(run).program(plan) not in used:
+        used.add(program(run).program(plan))
+        assert_same(sums_of_plan(run, plan, samples(lengths)), one_rank[name])
+  assert {(p.parents_span, p.children_span) for p in used} >= {
+    (ranks, run.cluster.ranks_per_node),
+    (ranks, ranks),
+  }
+  assert {p.has_solo for p in used} == {False, True}
 
 
 def test_the_planner_gives_these_batches_what_the_test_means_to_test():
   def plan(name: str, ranks: int, mode: str) -> Plan:
-    run = run_config(ranks, mode)
-    return solve(LENGTHS[name], run.cluster, run.model, run.planner)[0]
+    return plans_of(run_config(ranks), LENGTHS[name], mode)[0]
 
   narrow = plan('long and short', 16, 'repack')
-  assert narrow.widest(FULL) == 16 and narrow.widest(SPARSE) == 8
-  assert plan('giant', 32, 'repack').widest(SPARSE) == 32  # it fits no node: the wide layout stays
+  assert narrow.widest(PARENTS) == 16 and narrow.widest(CHILDREN) == 8
+  assert plan('giant', 32, 'repack').widest(CHILDREN) == 32  # it fits no node: the wide layout stays
   assert len(plan('giant and short', 32, 'repack').child_sizes()) > 1
   assert (plan('nearly empty', 32, 'repack').rank_tokens == 0).sum() > 16
   beside = plan('many of one token', 16, 'solve')
-  assert beside.widest(FULL) == 16 and len(beside.solo) > 1
+  assert beside.widest(PARENTS) == 16 and len(beside.solo) > 1
 
 
 @pytest.mark.parametrize(('ranks', 'remat'), [(32, 'layer'), (4, 'none')])
@@ -79,7 +96,8 @@ def test_solo_samples_beside_a_wide_parent_with_local_children(ranks, remat):
   """A layout by hand: children of every size in nodes of their own, full and empty ranks, solo on most."""
   run = run_config(ranks, model=dataclasses.replace(MODEL, remat=remat))
   plan = cases.wide_plan(ranks, run.cluster.ranks_per_node, SLOTS // ranks)
-  assert (plan.scope(FULL), plan.scope(SPARSE), plan.widest(FULL)) == (DOMAIN, LOCAL, ranks)
+  assert (plan.span(PARENTS), plan.span(CHILDREN)) == (ranks, run.cluster.ranks_per_node)
+  assert plan.widest(PARENTS) == ranks
   assert len(plan.child_sizes()) == run.cluster.nodes and len(plan.solo) > ranks // 2
   batch = samples(plan.lengths)
   assert_same(sums_of_plan(run, plan, batch), sums_of_batch(run_config(1), batch))
@@ -97,7 +115,8 @@ def test_random_legal_plans_agree_with_one_rank(ranks):
     )
     if plan.lengths:
       batch = samples(plan.lengths, seed)
-      assert_same(sums_of_plan(run, plan, batch), sums_of_batch(run_config(1), batch))
+      got = sums_of_plan(run, plan, batch, widest_program(run, row))
+      assert_same(got, sums_of_batch(run_config(1), batch))
 
 
 def test_twenty_random_batches_compile_once_a_scope():
@@ -110,11 +129,12 @@ def test_twenty_random_batches_compile_once_a_scope():
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, int(rng.integers(2, 130)), 9)
     lengths = lengths[lengths.cumsum() <= SLOTS]
-    for plan in solve(lengths, run.cluster, run.model, run.planner):
-      sums = step.accumulate(state, sums, plan, packed(run, plan, samples(lengths, seed)))
-      used.add(plan.program)
+    for plan in plans_of(run, lengths):
+      runs_it = step.program(plan)
+      sums = step.accumulate(state, sums, runs_it, packed(run, plan, samples(lengths, seed), runs_it))
+      used.add(runs_it)
     state, metrics, sums = step.update(state, sums, int((lengths - 1).sum()))
-    assert np.isfinite(metrics.loss) and int(state.step) == seed + 1
+    assert np.isfinite(metrics['loss']) and int(state.step) == seed + 1
   assert len(used) >= 2 and step.traces['accumulate'] == len(used) and step.traces['update'] == 1
   assert all((np.asarray(leaf) == 0).all() for leaf in jax.tree.leaves(sums))
 
@@ -126,7 +146,7 @@ def test_two_domains_agree_with_one_rank(one_rank):
     base, cluster=cluster, data=dataclasses.replace(base.data, max_document_tokens=128)
   )
   for name in ('giant and short', 'equal'):
-    (plan,) = solve(LENGTHS[name], run.cluster, run.model, run.planner)
+    (plan,) = plans_of(run, LENGTHS[name])
     assert_same(sums_of_plan(run, plan, samples(LENGTHS[name])), one_rank[name])
 
 
@@ -157,11 +177,11 @@ def test_attention_implementations_agree(one_rank):
 def test_ragged_exchange_agrees(monkeypatch, one_rank):
   """The whole model on the emulated operation, experts spread by it too."""
   monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
-  monkeypatch.setattr('models.context.choose_implementation', lambda name, platform: 'ragged')
+  monkeypatch.setattr('repack_jax.training.context.choose_exchange', lambda name, platform: 'ragged')
   run = run_config(4, exchange='ragged')
-  assert program(run).contexts.implementation == 'ragged'
+  assert program(run).chosen.exchange == 'ragged'
   for name in ('giant and short', 'nearly empty'):
-    (plan,) = solve(LENGTHS[name], run.cluster, run.model, run.planner)
+    (plan,) = plans_of(run, LENGTHS[name])
     assert_same(sums_of_plan(run, plan, samples(LENGTHS[name])), one_rank[name])
   plan = cases.wide_plan(4, 2, SLOTS // 4)
   batch = samples(plan.lengths)
@@ -178,7 +198,7 @@ def test_micro_batches_add_up(one_rank):
   """Half the slots: the batch takes two micro-batches, of unequal sizes, and gives the same sums."""
   lengths = LENGTHS['giant and short']
   run = run_config(8, slots=SLOTS // 2)
-  plans = solve(lengths, run.cluster, run.model, run.planner)
+  plans = plans_of(run, lengths)
   assert len(plans) == 2 and len({plan.total_tokens for plan in plans}) == 2
   assert_same(sums_of_batch(run, samples(lengths)), one_rank['giant and short'])
 
@@ -187,7 +207,7 @@ def test_no_document_sees_another():
   """Changing document A leaves document B's loss, in full and sparse layers alike, as it was to the bit."""
   run = run_config(16)
   a, b, c = samples([90, 60, 30])
-  (plan,) = solve([90, 60, 30], run.cluster, run.model, run.planner)
+  (plan,) = plans_of(run, [90, 60, 30])
   other_a = samples([90], seed=1)[0]
   losses = [
     sums_of_plan(run, plan, [without_targets(first), b, c]).losses.cross_entropy for first in (a, other_a)
@@ -199,7 +219,7 @@ def test_positions_restart_in_each_sample():
   run = run_config(16)
   sample = samples([50])[0]
   twice = [sample, sample]
-  (plan,) = solve([50, 50], run.cluster, run.model, run.planner)
+  (plan,) = plans_of(run, [50, 50])
   first = sums_of_plan(run, plan, [sample, without_targets(sample)]).losses.cross_entropy
   second = sums_of_plan(run, plan, [without_targets(sample), sample]).losses.cross_entropy
   both = sums_of_plan(run, plan, twice).losses.cross_entropy
@@ -256,16 +276,17 @@ def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo):
   None is repeated by remat; a sparse layer's stay on the local axis; nothing else moves activations. Solo
   samples add none.
   """
-  monkeypatch.setattr('models.context.choose_implementation', lambda name, platform: 'ragged')
+  monkeypatch.setattr('repack_jax.training.context.choose_exchange', lambda name, platform: 'ragged')
   model = dataclasses.replace(MODEL, remat=remat, num_layers=4, expert_placement='replicated')
   run = run_config(16, model=model)
-  step = TrainStep(run, make_mesh(run.cluster))
+  step = TrainStep(run, make_mesh(run.cluster), Decoder(model))
   plan = cases.wide_plan(16, 8, SLOTS // 16, solo)
-  assert plan.program == (DOMAIN, LOCAL, SLOTS // 16, solo)
-  arrays = pack(plan, samples(plan.lengths), step.widest_degree(plan))
+  runs_it = step.program(plan)
+  assert runs_it == (16, 8, 16, SLOTS // 16, 1, solo)
+  arrays = pack(plan, samples(plan.lengths), runs_it)
   shapes, load = step.state_shapes(), np.zeros((4, 8), np.float32)
   gradients = jax.make_jaxpr(step.gradients, static_argnums=3)
-  jaxpr = gradients(shapes.params, load, arrays, plan.program).jaxpr
+  jaxpr = gradients(shapes.params, load, arrays, runs_it).jaxpr
   axes = [tuple(np.atleast_1d(eqn.params['axis_name'])) for eqn in _equations(jaxpr, 'ragged_all_to_all')]
   assert sorted(axes) == [('local',)] * 4 + [('node', 'local')] * 4
   assert not _equations(jaxpr, 'all_to_all')
@@ -280,20 +301,26 @@ def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo):
   assert len(gathers) > 1.5 * len(scattered)
 
 
-@pytest.mark.parametrize('kind', [FULL, SPARSE])
+@pytest.mark.parametrize(
+  'kind', [FullAttention(), SlidingWindowAttention(window_tokens=7)], ids=lambda kind: kind.title
+)
 @pytest.mark.parametrize('implementation', ['dense', 'ragged'])
 def test_attention_of_shared_and_solo_samples(monkeypatch, implementation, kind):
   """Each sample's attention is that of the sample alone, with its gradients, and NaN in padding is inert."""
   monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
-  monkeypatch.setattr('models.context.choose_implementation', lambda name, platform: implementation)
   run = run_config(4)
   mesh, plan = make_mesh(run.cluster), cases.wide_plan(4, 2, 12)
-  ctx = Contexts(run, mesh).context(plan.program)
-  arrays = pack(plan, samples(plan.lengths), {FULL: 4, SPARSE: 2})
+  runs_it, impl = plan.program(4), get_attention('blockwise')
+  arrays = pack(plan, samples(plan.lengths), runs_it)
 
   def one_rank(q, k, v, grad, batch):
     q, k, v, grad, batch = jax.tree.map(lambda x: x[0], (q, k, v, grad, batch))
-    out, vjp = jax.vjp(lambda q, k, v: ctx.attend(kind, q, k, v, batch), q, k, v)
+    out, vjp = jax.vjp(
+      lambda q, k, v: repacked_attention(
+        kind, q, k, v, batch, runs_it, DOMAIN_AXES, impl, implementation
+      ),
+      q, k, v,
+    )  # fmt: skip
     return jax.tree.map(lambda x: x[None], (out, *vjp(grad)))
 
   on_ranks = jax.jit(
@@ -306,13 +333,12 @@ def test_attention_of_shared_and_solo_samples(monkeypatch, implementation, kind)
     x[padding] = np.nan
   results = [np.asarray(x) for x in on_ranks(*inputs, arrays)]
   assert padding.any() and all((x[padding] == 0).all() for x in results)
-  window = None if kind == FULL else MODEL.kind(kind).window_tokens
   # All samples end to end; rows are ranks in order, and so each sample's tokens come in order.
   place = [np.argwhere(arrays.segments == sample) for sample in range(len(plan.lengths))]
   ranks, slots = np.concatenate(place).T
   q, k, v, grad = (jnp.asarray(x[ranks, slots]) for x in inputs)
   end_to_end = jnp.repeat(jnp.arange(len(place)), np.array(plan.lengths))
-  want, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, end_to_end, window, 'reference'), q, k, v)
+  want, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, end_to_end, kind, 'reference'), q, k, v)
   for got, expected in zip(results, (want, *vjp(grad)), strict=True):
     np.testing.assert_allclose(got[ranks, slots], expected, rtol=1e-4, atol=1e-5)
 
@@ -359,10 +385,10 @@ def test_flops_by_hand():
   linear = flops.linear_flops_per_token(model)
   by_hand = 2 * (2 * 64 * (32 + 8 + 32) * 4 + 6 * 64 * 64) + 2 * 64 * 256
   assert linear == by_hand
-  pairs = flops.attention_pairs(np.array([1, 4, 10]), 4)
+  pairs = SlidingWindowAttention(window_tokens=4).pairs(np.array([1, 4, 10]))
   assert pairs.tolist() == [1, 10, 10 + 6 * 4]
-  assert flops.attention_pairs(10, None) == 55
-  assert flops.sample_flops(model, 10) == 10 * linear + 4 * 128 * (55 + flops.attention_pairs(10, 7))
+  assert FullAttention().pairs(10) == 55
+  assert flops.sample_flops(model, 10) == 10 * linear + 4 * 128 * (55 + model.kind('S').pairs(10))
 
 
 def test_plan_of_another_batch_is_refused():
