@@ -1,9 +1,9 @@
-"""A trainer that is not this project's: its own model and mesh axes, with layerwise repacking in its attention.
+"""Trains a small model that is not this project's, on a mesh of its own, with layerwise repacking.
 
-python examples/own_trainer.py
+    python examples/own_trainer.py
 """
 
-from typing import NamedTuple
+from collections import namedtuple
 
 import jax
 import jax.numpy as jnp
@@ -12,69 +12,67 @@ from jax.sharding import PartitionSpec
 
 import repack_jax as rj
 
-HOSTS, CHIPS, AXES = 2, 4, ('host', 'chip')
-VOCAB, MODEL, HEADS, KV_HEADS, WIDTH = 64, 32, 8, 2, 4
-KINDS = (rj.FullAttention(), rj.SlidingWindowAttention(window_tokens=16))
+AXES, VOCAB, D, HEADS, KV_HEADS, WIDTH = ('host', 'chip'), 64, 32, 8, 2, 4
+KINDS = (rj.FullAttention(), rj.SlidingWindowAttention(window_tokens=16))  # one layer of each
 
-# What costs what on this machine, in seconds of a rank: made-up rates here, on which planning depends.
-cluster = rj.ClusterConfig(
-  nodes=HOSTS, ranks_per_node=CHIPS, intra_node_bytes_per_s=1e8, inter_node_bytes_per_s=2e7
-)
-wire = rj.Wire.of_attention(HEADS, KV_HEADS, WIDTH, 'float32')
-layers = [rj.LayerCosts(kind.layout, lambda n, kind=kind: kind.flops(wire, n) / 1e8) for kind in KINDS]
-costs, planner = rj.Costs(cluster, wire, tuple(layers)), rj.PlannerConfig(capacity_tokens=128)
-
-
-class Sample(NamedTuple):
-  tokens: np.ndarray
-  targets: np.ndarray  # -1: none
+# What costs what, in seconds of a rank. The rates are made up: 10^8 operations/s, 10^8 and 10^7 bytes/s.
+CLUSTER = rj.ClusterConfig(nodes=2, ranks_per_node=4, intra_node_bytes_per_s=1e8, inter_node_bytes_per_s=1e7)
+WIRE = rj.Wire.of_attention(HEADS, KV_HEADS, WIDTH, 'float32')
+LAYERS = tuple(rj.LayerCosts(kind.layout, lambda n, kind=kind: kind.flops(WIRE, n) / 1e8) for kind in KINDS)
+COSTS, PLANNER = rj.Costs(CLUSTER, WIRE, LAYERS), rj.PlannerConfig(capacity_tokens=64)
+Sample = namedtuple('Sample', ['tokens', 'targets'])  # int32 [n] each; target -1: none
 
 
 def init(key):
-  shapes = {
-    'qkv': (2, MODEL, (HEADS + 2 * KV_HEADS) * WIDTH),
-    'out': (2, HEADS * WIDTH, MODEL),
-    'table': (VOCAB, MODEL),
-  }
-  return {
-    name: 0.2 * jax.random.normal(jax.random.fold_in(key, i), shape)
-    for i, (name, shape) in enumerate(shapes.items())
-  }
+  shapes = {'qkv': (2, D, (HEADS + 2 * KV_HEADS) * WIDTH), 'out': (2, HEADS * WIDTH, D), 'table': (VOCAB, D)}
+  return {name: 0.2 * jax.random.normal(key, shape) for name, shape in shapes.items()}
 
 
 def rank_loss(params, batch, program):
-  """The sum of losses over this rank's own tokens."""
+  """The sum over this rank's own tokens."""
   x = params['table'][batch.tokens]
   for kind, qkv, out in zip(KINDS, params['qkv'], params['out'], strict=True):
-    heads = (x @ qkv).reshape(len(x), -1, WIDTH)
-    q, k, v = jnp.split(heads, [HEADS, HEADS + KV_HEADS], axis=1)
-    x = x + rj.repacked_attention(kind, q, k, v, batch, program, AXES).reshape(len(x), -1) @ out
-  losses = -jnp.take_along_axis(jax.nn.log_softmax(x @ params['table'].T), batch.targets[:, None], 1)[:, 0]
-  return jnp.where(batch.targets >= 0, losses, 0).sum()
+    heads = jnp.split((x @ qkv).reshape(len(x), -1, WIDTH), (HEADS, HEADS + KV_HEADS), axis=1)
+    x += rj.repacked_attention(kind, *heads, batch, program, AXES).reshape(len(x), -1) @ out
+  losses = -jnp.take_along_axis(jax.nn.log_softmax(x @ params['table'].T), batch.targets[:, None], axis=1)
+  return jnp.where(batch.targets >= 0, losses[:, 0], 0).sum()
 
 
-def make_step(mesh):
-  def step(params, arrays, program):
-    def rank(params, arrays):
-      own = jax.tree.map(lambda x: x[0], arrays)
-      return jax.lax.psum(jax.value_and_grad(rank_loss)(params, own, program), AXES)
+def loss_and_gradients(mesh, params, arrays, program):
+  def rank(params, arrays):
+    own = jax.tree.map(lambda x: x[0], arrays)
+    return jax.lax.psum(jax.value_and_grad(rank_loss)(params, own, program), AXES)
 
-    specs = PartitionSpec(), PartitionSpec(AXES)
-    return jax.shard_map(rank, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)(
-      params, arrays
-    )
-
-  return jax.jit(step, static_argnames='program')
+  everywhere, ranks = PartitionSpec(), PartitionSpec(AXES)
+  mapped = jax.shard_map(
+    rank, mesh=mesh, in_specs=(everywhere, ranks), out_specs=everywhere, check_vma=False
+  )
+  return mapped(params, arrays)
 
 
 def train(mesh, batches, rate=0.5):
-  """Yields each batch's mean loss."""
-  params, step = init(jax.random.key(0)), make_step(mesh)
+  """Yields each batch's loss and plans."""
+  params, step = init(jax.random.key(0)), jax.jit(loss_and_gradients, static_argnames=('mesh', 'program'))
   for batch in batches:
-    total, targets = None, sum(int((sample.targets >= 0).sum()) for sample in batch)
-    for plan in rj.solve([len(sample.tokens) for sample in batch], costs, planner).plans:
-      program = plan.program(costs.degrees(planner)[-1])
-      sums = step(params, rj.pack(plan, batch, program), program)
-      total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-    params = jax.tree.map(lambda p, g: p - rate * g / targets, params, total[1])
-    yield float(total[0]) / targets
+    plans = rj.solve([len(sample.tokens) for sample in batch], COSTS, PLANNER).plans
+    programs = [plan.program(COSTS.degrees(PLANNER)[-1]) for plan in plans]
+    parts = [step(mesh, params, rj.pack(plan, batch, p), p) for plan, p in zip(plans, programs, strict=True)]
+    targets = sum(int((sample.targets >= 0).sum()) for sample in batch)
+    loss, grads = jax.tree.map(lambda *sums, n=targets: sum(sums) / n, *parts)
+    params = jax.tree.map(lambda p, g: p - rate * g, params, grads)
+    yield float(loss), plans
+
+
+def samples(rng, lengths):
+  """Documents that repeat a few tokens over and over."""
+  tokens = [np.resize(rng.integers(VOCAB, size=7), n).astype(np.int32) for n in lengths]
+  return [Sample(x, np.append(x[1:], -1).astype(np.int32)) for x in tokens]
+
+
+if __name__ == '__main__':
+  jax.config.update('jax_num_cpu_devices', 8)  # ranks emulated on this machine
+  ranks = jax.make_mesh((2, 4), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
+  rng = np.random.default_rng(0)
+  for loss, plans in train(ranks, [samples(rng, (300, 90, 40, 20, 9, 5)) for _ in range(20)]):
+    print(f'loss {loss:.3f}')
+  print(plans[0].table())
