@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec
 
 from models.transformer import loss_sums
 from repack_jax.commands import command_line
-from repack_jax.config import FULL, MODES, RunConfig
+from repack_jax.config import MODES, RunConfig
 from repack_jax.config.gin_files import load
 from repack_jax.data.batches import Batcher
 from repack_jax.data.sources import open_source
@@ -31,7 +31,7 @@ from repack_jax.ops.attention import attention
 from repack_jax.parallel import mesh
 from repack_jax.plan.arrays import pack
 from repack_jax.solver.compare import plan_lengths
-from repack_jax.training.context import StepContext
+from repack_jax.training.context import StepContext, layer_kind
 from repack_jax.training.step import TrainStep
 
 
@@ -39,8 +39,7 @@ class PlainContext(StepContext):
   """The same layers without groups: attention on the rank's own tokens, no exchange."""
 
   def attend(self, kind, q, k, v, batch):
-    window = None if kind == FULL else self.model.window_tokens
-    return attention(q, k, v, batch.segments, window, self.attention.name)
+    return attention(q, k, v, batch.segments, layer_kind(self.model, kind), self.attention.name)
 
 
 def mode_rows(run: RunConfig, batches: list, rounds: int) -> list[dict[str, object]]:

@@ -24,6 +24,7 @@ from ragged import emulated_ragged_all_to_all
 from models.experts import block_rows
 from models.transformer import stacks
 from repack_jax.config import FULL, MODES, SPARSE
+from repack_jax.kinds import FullAttention, SlidingWindowAttention
 from repack_jax.ops.attention import attention
 from repack_jax.ops.loss import token_losses
 from repack_jax.parallel.mesh import RANK_BLOCKS, make_mesh
@@ -306,13 +307,13 @@ def test_attention_of_shared_and_solo_samples(monkeypatch, implementation, kind)
     x[padding] = np.nan
   results = [np.asarray(x) for x in on_ranks(*inputs, arrays)]
   assert padding.any() and all((x[padding] == 0).all() for x in results)
-  window = None if kind == FULL else MODEL.window_tokens
+  layer = FullAttention() if kind == FULL else SlidingWindowAttention(window_tokens=MODEL.window_tokens)
   # All samples end to end; rows are ranks in order, and so each sample's tokens come in order.
   place = [np.argwhere(arrays.segments == sample) for sample in range(len(plan.lengths))]
   ranks, slots = np.concatenate(place).T
   q, k, v, grad = (jnp.asarray(x[ranks, slots]) for x in inputs)
   end_to_end = jnp.repeat(jnp.arange(len(place)), np.array(plan.lengths))
-  want, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, end_to_end, window, 'reference'), q, k, v)
+  want, vjp = jax.vjp(lambda q, k, v: attention(q, k, v, end_to_end, layer, 'reference'), q, k, v)
   for got, expected in zip(results, (want, *vjp(grad)), strict=True):
     np.testing.assert_allclose(got[ranks, slots], expected, rtol=1e-4, atol=1e-5)
 

@@ -15,6 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from repack_jax.exchange.collectives import Exchange, combine, dispatch, join_rows, split_heads
+from repack_jax.kinds import LayerKind
 from repack_jax.ops.attention import KEPT, AttentionImpl, attend
 from repack_jax.plan.arrays import PADDING_SEGMENT, Route
 
@@ -22,7 +23,7 @@ from repack_jax.plan.arrays import PADDING_SEGMENT, Route
 def ulysses_attention(
   ex: Exchange,
   impl: AttentionImpl,
-  window: int | None,
+  kind: LayerKind,
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
@@ -35,20 +36,20 @@ def ulysses_attention(
   with jax.named_scope('dispatch'):
     rows = checkpoint_name(dispatch(ex, q, k, v, route), KEPT)
   with jax.named_scope('core'):
-    out = _core(ex, impl, window, rows, route)
+    out = _core(ex, impl, kind, rows, route)
   with jax.named_scope('combine'):
     return checkpoint_name(combine(ex, out, route), KEPT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _core(ex: Exchange, impl: AttentionImpl, window: int | None, rows: jax.Array, route: Route) -> jax.Array:
-  return _core_fwd(ex, impl, window, rows, route)[0]
+def _core(ex: Exchange, impl: AttentionImpl, kind: LayerKind, rows: jax.Array, route: Route) -> jax.Array:
+  return _core_fwd(ex, impl, kind, rows, route)[0]
 
 
-def _core_fwd(ex, impl, window, rows, route):
+def _core_fwd(ex, impl, kind, rows, route):
   def forward(degree: int):
     tokens = degree * ex.capacity_tokens
-    out, lse = impl.forward(*split_heads(ex, rows, degree), route.segments[:tokens], window)
+    out, lse = impl.forward(*split_heads(ex, rows, degree), route.segments[:tokens], kind)
     return join_rows(ex, ex.combine_heads, out), lse.reshape(-1)
 
   out, lse = lax.switch(route.log2_size, [functools.partial(forward, p) for p in ex.degrees])
@@ -56,7 +57,7 @@ def _core_fwd(ex, impl, window, rows, route):
   return out, (rows, out, lse, route)
 
 
-def _core_bwd(ex, impl, window, residuals, grad):
+def _core_bwd(ex, impl, kind, residuals, grad):
   rows, out, lse, route = residuals
 
   def backward(degree: int):
@@ -69,7 +70,7 @@ def _core_bwd(ex, impl, window, residuals, grad):
     grads = impl.backward(
       *split_heads(ex, rows, degree),
       route.segments[:tokens],
-      window,
+      kind,
       heads(out),
       lse.reshape(tokens, h),
       heads(grad),
@@ -84,7 +85,7 @@ _core.defvjp(_core_fwd, _core_bwd)
 
 def solo_attention(
   impl: AttentionImpl,
-  window: int | None,
+  kind: LayerKind,
   q: jax.Array,
   k: jax.Array,
   v: jax.Array,
@@ -97,4 +98,4 @@ def solo_attention(
   """
   shared = jnp.arange(segments.shape[0]) < route.counts[route.place]
   with jax.named_scope('solo'):
-    return attend(impl, window, q, k, v, jnp.where(shared, PADDING_SEGMENT, segments))
+    return attend(impl, kind, q, k, v, jnp.where(shared, PADDING_SEGMENT, segments))

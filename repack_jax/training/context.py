@@ -12,12 +12,18 @@ from jax.sharding import Mesh
 from repack_jax.config import FULL, SPARSE, ModelConfig, RunConfig, allowed_sp_degrees
 from repack_jax.exchange.collectives import Exchange, choose_implementation, row_width
 from repack_jax.exchange.ulysses import solo_attention, ulysses_attention
-from repack_jax.ops.attention import AttentionImpl, choose_attention
+from repack_jax.kinds import FullAttention, LayerKind, SlidingWindowAttention
+from repack_jax.ops.attention import AttentionCase, AttentionImpl, choose_attention
 from repack_jax.ops.grouped import choose_grouped
 from repack_jax.parallel.mesh import LOCAL_AXIS, domain_size, scope_axes
 from repack_jax.plan.arrays import PlanArrays
 from repack_jax.plan.plan import DOMAIN, LOCAL, Program
 from repack_jax.predict.cost_model import row_tokens
+
+
+def layer_kind(model: ModelConfig, letter: str) -> LayerKind:
+  """Returns the kind that stands for a letter of `ModelConfig.pattern`."""
+  return FullAttention() if letter == FULL else SlidingWindowAttention(window_tokens=model.window_tokens)
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,11 @@ class StepContext:
     Over the rank's group for what it holds of the group's stream, and on the rank alone for solo samples;
     each part is zero on the other's rows.
     """
-    window = None if kind == FULL else self.model.window_tokens
+    layer = layer_kind(self.model, kind)
     route = batch.full if kind == FULL else batch.sparse
-    out = ulysses_attention(self.exchange[kind], self.attention, window, q, k, v, route)
+    out = ulysses_attention(self.exchange[kind], self.attention, layer, q, k, v, route)
     if self.has_solo:
-      out = out + solo_attention(self.attention, window, q, k, v, batch.segments, route)
+      out = out + solo_attention(self.attention, layer, q, k, v, batch.segments, route)
     return out
 
   @property
@@ -66,6 +72,17 @@ def scope_degrees(run: RunConfig, scope: str) -> tuple[int, ...]:
   return degrees if scope == DOMAIN else tuple(p for p in degrees if p <= run.cluster.ranks_per_node)
 
 
+def attention_cases(run: RunConfig) -> list[AttentionCase]:
+  """Returns whatever the layers may ask of an attention core: each kind at each SP degree."""
+  model, planner = run.model, run.planner
+  sizes = planner.capacity_tokens, model.num_heads, model.num_kv_heads, model.head_dim
+  return [
+    AttentionCase(layer_kind(model, letter), model.compute_dtype, *sizes).at_degree(degree)
+    for letter in dict.fromkeys(model.layer_kinds)
+    for degree in allowed_sp_degrees(run.cluster, model, planner)
+  ]
+
+
 class Contexts:
   """Makes the context of each program; implementations are chosen, and logged, once."""
 
@@ -73,8 +90,7 @@ class Contexts:
     self._run, self._mesh = run, mesh
     platform = mesh.devices.flat[0].platform
     self.implementation = choose_implementation(run.train.exchange, platform)
-    dtype = jnp.dtype(run.model.compute_dtype)
-    self.attention = choose_attention(run.train.attention, platform, dtype, run.model.head_dim)
+    self.attention = choose_attention(run.train.attention, platform, attention_cases(run))
     self.grouped = choose_grouped(run.train.grouped, platform) if run.model.num_experts else ''
     self.row_tokens = row_tokens(run.cluster, run.model, run.planner)
     spread = run.model.expert_placement == 'spread'
