@@ -1,6 +1,6 @@
 """Trains a small model that is not this project's, on a mesh of its own, with layerwise repacking.
 
-    python examples/own_trainer.py
+python examples/own_trainer.py
 """
 
 from collections import namedtuple
@@ -44,9 +44,7 @@ def loss_and_gradients(mesh, params, arrays, program):
     return jax.lax.psum(jax.value_and_grad(rank_loss)(params, own, program), AXES)
 
   everywhere, ranks = PartitionSpec(), PartitionSpec(AXES)
-  mapped = jax.shard_map(
-    rank, mesh=mesh, in_specs=(everywhere, ranks), out_specs=everywhere, check_vma=False
-  )
+  mapped = jax.shard_map(rank, mesh=mesh, in_specs=(everywhere, ranks), out_specs=everywhere, check_vma=False)
   return mapped(params, arrays)
 
 

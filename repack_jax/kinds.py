@@ -24,6 +24,7 @@ from repack_jax.plan.wire import Wire
 Array = Any  # of NumPy or of JAX
 
 LAYER_SCOPES = {layout: f'{layout}_layer' for layout in LAYOUTS}  # in profiles and compiled programs
+_MOST_TOKENS = 2**31 - 1  # places are int32: a setting above it means all of a sample
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ class FullAttention(LayerKind):
     return key <= query
 
   def reach_tokens(self, tokens: int) -> int:
-    return tokens
+    return tokens - 1
 
   def pairs(self, length: np.ndarray | int) -> np.ndarray:
     length = np.asarray(length, np.int64)
@@ -131,7 +132,7 @@ class SlidingWindowAttention(LayerKind):
     return (place + self.reach_tokens(place.shape[0])).clip(None, last)
 
   def sees(self, query: Array, key: Array) -> Array:
-    return (key <= query) & (query - key < self.window_tokens)
+    return (key <= query) & (query - key < min(self.window_tokens, _MOST_TOKENS))
 
   def reach_tokens(self, tokens: int) -> int:
     return min(self.window_tokens, tokens) - 1

@@ -10,6 +10,8 @@ temporary memory is XLA's own figure for the compiled program.
 from __future__ import annotations
 
 import argparse
+import functools
+from collections.abc import Callable
 
 import bench_common
 import jax
@@ -18,7 +20,7 @@ import numpy as np
 
 from repack_jax.commands import command_line
 from repack_jax.config import ModelConfig
-from repack_jax.kinds import SlidingWindowAttention
+from repack_jax.kinds import FullAttention, LayerKind, SlidingWindowAttention
 from repack_jax.ops.attention import attention
 from repack_jax.ops.attention.reference import visible
 
@@ -57,24 +59,27 @@ def mixed_segments(tokens: int, seed: int) -> np.ndarray:
   return segments
 
 
-def jax_nn(q, k, v, segments, window):
-  return jax.nn.dot_product_attention(q[None], k[None], v[None], mask=visible(segments, window)[None, None])[
-    0
-  ]
+def kind_in_words(kind: LayerKind) -> str:
+  return kind.describe() or kind.title
 
 
-CANDIDATES = {
-  'blockwise': lambda *args: attention(*args, 'blockwise'),
-  'reference': lambda *args: attention(*args, 'reference'),
+def jax_nn(q, k, v, segments, kind: LayerKind):
+  mask = visible(segments, kind)[None, None]
+  return jax.nn.dot_product_attention(q[None], k[None], v[None], mask=mask)[0]
+
+
+CANDIDATES: dict[str, Callable[..., jax.Array]] = {
+  'blockwise': functools.partial(attention, implementation='blockwise'),
+  'reference': functools.partial(attention, implementation='reference'),
   'jax.nn': jax_nn,
 }
 
 
-def compile_one(name: str, window: int | None, backward: bool, arrays: tuple):
+def compile_one(name: str, kind: LayerKind, backward: bool, arrays: tuple):
   """Returns the compiled program for `arrays`, (q, k, v, segments, dout)."""
 
   def program(q, k, v, segments, dout):
-    out, pullback = jax.vjp(lambda q, k, v: CANDIDATES[name](q, k, v, segments, window), q, k, v)
+    out, pullback = jax.vjp(lambda q, k, v: CANDIDATES[name](q, k, v, segments, kind), q, k, v)
     return (out, *pullback(dout)) if backward else out
 
   return jax.jit(program).lower(*arrays).compile()
@@ -86,11 +91,11 @@ def dense_bytes(tokens: int, heads: int, itemsize: int, backward: bool) -> int:
 
 
 def bench_case(
-  args: argparse.Namespace, tokens: int, pack: str, window: int | None, backward: bool
+  args: argparse.Namespace, tokens: int, pack: str, kind: LayerKind, backward: bool
 ) -> dict[str, object]:
   """All candidates on one pack: a row of the table."""
   bench_common.progress(
-    f'{tokens} tokens, {pack}, window {window}, {"both passes" if backward else "forward"}'
+    f'{tokens} tokens, {pack}, {kind_in_words(kind)}, {"both passes" if backward else "forward"}'
   )
   one = np.zeros(tokens, np.int32)
   segments = one if pack == 'one' else mixed_segments(tokens, args.seed)
@@ -102,14 +107,14 @@ def bench_case(
   arrays = (q, k, v, jnp.asarray(segments), dout)
   needs_gib = dense_bytes(tokens, args.heads, 4, backward) / 2**30
   names = [name for name in CANDIDATES if name == 'blockwise' or needs_gib <= args.dense_limit_gib]
-  programs = {name: compile_one(name, window, backward, arrays) for name in names}
+  programs = {name: compile_one(name, kind, backward, arrays) for name in names}
   calls = {name: lambda p=program: p(*arrays) for name, program in programs.items()}
   seconds = bench_common.measure(calls, args.rounds, args.budget_s)
   row: dict[str, object] = {
     'tokens': tokens,
     'documents': int(segments[-1]) + 1,
     'longest': int(np.bincount(segments).max()),
-    'window': window or '-',
+    'attention': kind_in_words(kind),
     'pass': 'forward+backward' if backward else 'forward',
   }
   for name in CANDIDATES:
@@ -137,13 +142,13 @@ def main() -> None:
   parser.add_argument('--budget-s', type=float, default=40, help='start no round of a case after this (40)')
   parser.add_argument('--dense-limit-gib', type=float, default=4, help='skip dense ones that need more (4)')
   args = parser.parse_args()
-  # These raise what a user should know of the arguments.
+  # Raises what a user should know of these.
   ModelConfig(num_heads=args.heads, num_kv_heads=args.kv_heads, head_dim=args.head_dim)
-  SlidingWindowAttention(window_tokens=args.window)
+  full, windowed = FullAttention(), SlidingWindowAttention(window_tokens=args.window)
   rows = [
-    bench_case(args, tokens, pack, window, backward)
+    bench_case(args, tokens, pack, kind, backward)
     for tokens in args.lengths
-    for pack, window in (('one', None), ('mix', None), ('one', args.window))
+    for pack, kind in (('one', full), ('mix', full), ('one', windowed))
     for backward in (False, True)
   ]
   title = f'attention, {args.heads}/{args.kv_heads} heads of {args.head_dim}, {args.dtype}'

@@ -28,19 +28,21 @@ import bench_common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_attention import mixed_segments
+from bench_attention import kind_in_words, mixed_segments
 
+from models.transformer import Decoder
 from repack_jax.checks import ConfigError
 from repack_jax.commands import command_line
 from repack_jax.config import DataConfig, ModelConfig, PlannerConfig, RunConfig, TrainConfig
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.data.samples import Sample
-from repack_jax.kinds import SlidingWindowAttention
-from repack_jax.ops.attention import IMPLEMENTATIONS, attention, blockwise
+from repack_jax.kinds import FullAttention, LayerKind, SlidingWindowAttention
+from repack_jax.ops.attention import IMPLEMENTATIONS, AttentionCase, attention, blockwise
 from repack_jax.parallel import mesh
 from repack_jax.plan.arrays import NO_TARGET, pack
-from repack_jax.predict.flops import TRAIN_OVER_FORWARD, attention_pairs, sample_flops
-from repack_jax.solver.compare import plan_lengths
+from repack_jax.predict.cost_model import model_costs
+from repack_jax.predict.flops import TRAIN_OVER_FORWARD, sample_flops
+from repack_jax.solver import solve
 from repack_jax.training.step import TrainStep
 
 H200_PEAK_FLOPS_PER_S = 9.894e14  # dense bf16, as in configs/clusters/h200.gin
@@ -99,11 +101,10 @@ def in_words(error: Exception) -> str:
   return f'{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ""}'[:200]
 
 
-def served(shapes: Shapes) -> list[str]:
+def served(case: AttentionCase) -> list[str]:
   """Implementations to run here, `reference` aside."""
-  platform, dtype = jax.default_backend(), jnp.dtype(shapes.dtype)
   impls = [impl for name, impl in IMPLEMENTATIONS.items() if name != 'reference']
-  return [impl.name for impl in impls if not impl.why_not(platform, dtype, shapes.width)]
+  return [impl.name for impl in impls if not impl.why_not(jax.default_backend(), case)]
 
 
 # --- attention ----------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ def check_segments(tokens: int) -> np.ndarray:
   return np.concatenate([np.full(n, sample, np.int32) for sample, n in runs])
 
 
-def check_row(shapes: Shapes, name: str, window: int | None) -> Row:
+def check_row(shapes: Shapes, name: str, kind: LayerKind) -> Row:
   """Compares an implementation, padding full of NaN, with the reference in float32."""
   segments = jnp.asarray(check_segments(shapes.check_tokens))
   clean = values(shapes, shapes.check_tokens, shapes.check_heads, 1)
@@ -141,13 +142,11 @@ def check_row(shapes: Shapes, name: str, window: int | None) -> Row:
   poisoned = [jnp.where(padding, jnp.nan, x) for x in clean]
 
   def run(name, arrays):
-    return jax.jit(lambda *xs: both_passes(lambda *qkv: attention(*qkv, segments, window, name), *xs))(
-      *arrays
-    )
+    return jax.jit(lambda *xs: both_passes(lambda *qkv: attention(*qkv, segments, kind, name), *xs))(*arrays)
 
   got = run(name, poisoned)
   want = run('reference', [x.astype(jnp.float32) for x in clean])
-  row: Row = {'implementation': name, 'window': window or '-', 'tolerance': shapes.tolerance}
+  row: Row = {'implementation': name, 'attention': kind_in_words(kind), 'tolerance': shapes.tolerance}
   for label, g, w in zip(('out', 'dq', 'dk', 'dv'), got, want, strict=True):
     row[label] = float(jnp.abs(g.astype(jnp.float32) - w).max() / jnp.abs(w).max())
   row['padding'] = 'zero' if all(not jnp.where(padding, x, 0).any() for x in got) else 'NOT ZERO'
@@ -157,19 +156,21 @@ def check_row(shapes: Shapes, name: str, window: int | None) -> Row:
 
 def check_rows(shapes: Shapes, budget: Budget) -> list[Row]:
   rows: list[Row] = []
-  for name in served(shapes):
-    for window in (None, shapes.check_window):
-      if budget.allows(f'check {name}, window {window}'):
+  for kind in (FullAttention(), SlidingWindowAttention(window_tokens=shapes.check_window)):
+    words = kind_in_words(kind)
+    case = AttentionCase(kind, shapes.dtype, shapes.check_tokens, shapes.check_heads, 1, shapes.width)
+    for name in served(case):
+      if budget.allows(f'check {name}, {words}'):
         try:
-          rows.append(check_row(shapes, name, window))
+          rows.append(check_row(shapes, name, kind))
         except Exception as error:
-          rows.append({'implementation': name, 'window': window or '-', 'verdict': in_words(error)})
+          rows.append({'implementation': name, 'attention': words, 'verdict': in_words(error)})
   return rows
 
 
-def one_document(q, k, v, window: int | None):
+def one_document(q, k, v, kind: LayerKind):
   """The baseline: JAX's own attention on one document; cuDNN's on a GPU."""
-  local = None if window is None else (window - 1, 0)
+  local = (kind.window_tokens - 1, 0) if isinstance(kind, SlidingWindowAttention) else None
   which: Literal['cudnn', 'xla'] = 'cudnn' if jax.default_backend() == 'gpu' else 'xla'
   return jax.nn.dot_product_attention(
     q[None], k[None], v[None], is_causal=True, local_window_size=local, implementation=which
@@ -177,14 +178,14 @@ def one_document(q, k, v, window: int | None):
 
 
 @functools.cache
-def compiled(shapes: Shapes, name: str, tokens: int, window: int | None, backward: bool):
+def compiled(shapes: Shapes, name: str, tokens: int, kind: LayerKind, backward: bool):
   """The program of a candidate, `(q, k, v, dout, segments)`, whatever the pack."""
 
   def program(q, k, v, dout, segments):
     def function(q, k, v):
       if name == BASELINE:
-        return one_document(q, k, v, window)
-      return attention(q, k, v, segments, window, name)
+        return one_document(q, k, v, kind)
+      return attention(q, k, v, segments, kind, name)
 
     return both_passes(function, q, k, v, dout) if backward else function(q, k, v)
 
@@ -194,27 +195,27 @@ def compiled(shapes: Shapes, name: str, tokens: int, window: int | None, backwar
 
 
 def attention_rows(
-  shapes: Shapes, tokens: int, pack_name: str, window: int | None, backward: bool, budget: Budget
+  shapes: Shapes, tokens: int, pack_name: str, kind: LayerKind, backward: bool, budget: Budget
 ) -> list[Row]:
   """A row for each implementation, all timed side by side with the baseline."""
   segments = np.zeros(tokens, np.int32) if pack_name == 'one' else mixed_segments(tokens, MIX_SEED)
-  pairs = int(attention_pairs(np.bincount(segments), window).sum())
-  one_pairs = int(attention_pairs(tokens, window))
+  pairs, one_pairs = int(kind.pairs(np.bincount(segments)).sum()), int(kind.pairs(tokens))
   # Two products of D in the forward pass; five in the backward pass, of which four count as is usual.
   flops = 4 * shapes.heads * shapes.width * (TRAIN_OVER_FORWARD if backward else 1)
   arrays = (*values(shapes, tokens, shapes.heads, shapes.kv_heads), jnp.asarray(segments))
   case: Row = {
     'tokens': tokens, 'documents': int(segments[-1]) + 1, 'longest': int(np.bincount(segments).max()),
-    'window': window or '-', 'pass': 'forward+backward' if backward else 'forward',
+    'attention': kind_in_words(kind), 'pass': 'forward+backward' if backward else 'forward',
   }  # fmt: skip
   programs, rows = {}, dict[str, Row]()
-  for name in (BASELINE, *served(shapes)):
+  served_case = AttentionCase(kind, shapes.dtype, tokens, shapes.heads, shapes.kv_heads, shapes.width)
+  for name in (BASELINE, *served(served_case)):
     rows[name] = case | {'implementation': name}
     if name == 'blockwise' and pairs / blockwise.block_tokens(tokens) ** 2 > MOST_BLOCKWISE_TILES:
       rows[name]['error'] = 'left out: it would take most of the budget'
       continue
     try:
-      program = compiled(shapes, name, tokens, window, backward)
+      program = compiled(shapes, name, tokens, kind, backward)
       jax.block_until_ready(program(*arrays))
       programs[name] = functools.partial(program, *arrays)
       rows[name]['temp_mib'] = program.memory_analysis().temp_size_in_bytes / 2**20
@@ -267,15 +268,16 @@ def step_samples(shapes: Shapes, vocab_size: int) -> list[Sample]:
 
 def time_step(run: RunConfig, samples: list[Sample], steps: int) -> Row:
   """Seconds of whole steps, accumulate and update, after one that compiles."""
-  step = TrainStep(run, mesh.make_mesh(run.cluster))
+  step = TrainStep(run, mesh.make_mesh(run.cluster), Decoder(run.model))
   lengths = [len(sample) for sample in samples]
-  (plan,) = plan_lengths(step.run, lengths, run.planner.mode)
-  arrays = step.put(pack(plan, samples, step.widest_degree(plan)))
+  (plan,) = solve(lengths, model_costs(run.cluster, run.model), run.batch_planner).plans
+  program = step.program(plan)
+  arrays = step.put(pack(plan, samples, program))
   targets = sum(int((sample.targets != NO_TARGET).sum()) for sample in samples)
   state, sums, times_s = step.init_state(), step.zero_sums(), []
   for _ in range(steps + 1):
     begun = time.perf_counter()
-    sums = step.accumulate(state, sums, plan, arrays)
+    sums = step.accumulate(state, sums, program, arrays)
     state, metrics, sums = step.update(state, sums, targets)
     jax.block_until_ready((state, sums))
     times_s.append(time.perf_counter() - begun)
@@ -283,16 +285,16 @@ def time_step(run: RunConfig, samples: list[Sample], steps: int) -> Row:
   step_s = float(np.median(times_s[1:]))
   memory = jax.local_devices()[0].memory_stats() or {}
   return {
-    'attention': step.contexts.attention.name,
-    'exchange': step.contexts.implementation,
-    'grouped': step.contexts.grouped,
+    'attention': step.chosen.attention.name,
+    'exchange': step.chosen.exchange,
+    'grouped': step.chosen.grouped,
     'parameters': sum(leaf.size for leaf in jax.tree.leaves(state.params)),
     'compile_s': times_s[0] - step_s,
     'step_s': step_s,
     'tokens_per_s': sum(lengths) / step_s,
     'mfu': flops / step_s / H200_PEAK_FLOPS_PER_S,
     'peak_memory_gib': memory.get('peak_bytes_in_use', 0) / 2**30,
-    'loss': float(metrics.loss),
+    'loss': float(metrics['loss']),
   }
 
 
@@ -343,11 +345,11 @@ def main() -> None:
   show('check', tables['check'], args, found)
   for tokens in shapes.tokens:
     for backward in (True, False):
-      for window in (None, shapes.window):
+      for kind in (FullAttention(), SlidingWindowAttention(window_tokens=shapes.window)):
         for pack_name in ('one', 'mix'):
-          name = f'attention, {tokens} tokens, {pack_name}, window {window}, backward {backward}'
+          name = f'attention, {tokens} tokens, {pack_name}, {kind_in_words(kind)}, backward {backward}'
           if budget.allows(name):
-            tables['attention'] += attention_rows(shapes, tokens, pack_name, window, backward, budget)
+            tables['attention'] += attention_rows(shapes, tokens, pack_name, kind, backward, budget)
     show('attention', tables['attention'], args, found)
     if tokens == shapes.tokens[0]:
       tables['step'].append(step_row(shapes, args.tiny, 'auto', budget))

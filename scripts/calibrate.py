@@ -29,7 +29,8 @@ from jax import lax
 from repack_jax.commands import command_line
 from repack_jax.config import FULL, ModelConfig, RunConfig
 from repack_jax.config.gin_files import load
-from repack_jax.ops.attention import choose_attention
+from repack_jax.kinds import FullAttention
+from repack_jax.ops.attention import AttentionCase, choose_attention
 from repack_jax.parallel import mesh
 from repack_jax.predict import flops
 from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD
@@ -158,14 +159,16 @@ def attention_rate(run: RunConfig, device_mesh: jax.sharding.Mesh, budget_s: flo
   """One causal document that fills a rank, both passes; counted as the planner counts them."""
   model, tokens = run.model, run.planner.capacity_tokens
   platform = device_mesh.devices.flat[0].platform
-  impl = choose_attention(run.train.attention, platform, jnp.dtype(model.compute_dtype), model.head_dim)
+  kind, sizes = FullAttention(), (model.num_heads, model.num_kv_heads, model.head_dim)
+  case = AttentionCase(kind, model.compute_dtype, tokens, *sizes)
+  impl = choose_attention(run.train.attention, platform, [case])
 
   def step(carry, segments):
-    *inputs, dout = carry
-    out, lse = impl.forward(*inputs, segments, None)
-    grads = impl.backward(*inputs, segments, None, out, lse, dout)
+    q, k, v, dout = carry
+    out, lse = impl.forward(q, k, v, segments, kind)
+    grads = impl.backward(q, k, v, segments, kind, out, lse, dout)
     # A small step along the gradients: the next run depends on all of this one, and values stay finite.
-    moved = [x + (1e-3 * grad).astype(x.dtype) for x, grad in zip(inputs, grads, strict=True)]
+    moved = [x + (1e-3 * grad).astype(x.dtype) for x, grad in zip((q, k, v), grads, strict=True)]
     return (*moved, dout)
 
   heads = (model.num_heads, model.num_kv_heads, model.num_kv_heads, model.num_heads)

@@ -3,6 +3,7 @@
 The kernels themselves are emulated by their documented semantics, on the arguments that they would get.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -12,11 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as theirs
-from test_attention import PACKS, pack, tensors
+from test_attention import FULL, PACKS, pack, short_name, sliding, tensors
 
-from repack_jax.ops.attention import cudnn, reference
+from repack_jax.ops.attention import AttentionCase, attention, cudnn, get_attention, reference
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
+
+
+@functools.cache
+def jitted(function):
+  """Compiled once for each kind, the fifth argument."""
+  return jax.jit(function, static_argnums=4)
 
 
 def samples_of(segments):
@@ -32,13 +39,16 @@ def samples_of(segments):
 
 def calls_of(segments):
   """Every call that a pack leads to, as `(bucket, [(start, length)], stats_row)`."""
-  padded, kinds = cudnn.buckets(len(segments))
-  runs = cudnn.find_runs(jnp.pad(jnp.asarray(segments), (0, padded - len(segments)), constant_values=-1))
+  padded, all_buckets = cudnn.buckets(len(segments))
+  take_sequences = jax.jit(cudnn.take_sequences, static_argnums=1)
+  runs = jax.jit(cudnn.find_runs)(
+    jnp.pad(jnp.asarray(segments), (0, padded - len(segments)), constant_values=-1)
+  )
   calls = []
-  for bucket in kinds:
-    rank, count = cudnn.rank_samples(runs, bucket)
+  for bucket in all_buckets:
+    rank, count = jax.jit(cudnn.rank_samples, static_argnums=1)(runs, bucket)
     for i in range(-(-int(count) // bucket.sequences)):
-      starts, lengths, row = map(np.asarray, cudnn.take_sequences(runs, bucket, rank, i))
+      starts, lengths, row = map(np.asarray, take_sequences(runs, bucket, rank, i))
       assert starts.shape == (bucket.sequences + 1,) and lengths.shape == (bucket.sequences,)
       assert starts[-1] == padded and (np.diff(starts) >= lengths).all()
       used = lengths > 0
@@ -95,38 +105,54 @@ def test_stats_and_lse_are_inverse():
   np.testing.assert_array_equal(back[inside], lse[inside])
 
 
+def why_not(platform='gpu', dtype='bfloat16', head_dim=128, tokens=1024, heads=8):
+  return get_attention('cudnn').why_not(platform, AttentionCase(FULL, dtype, tokens, heads, 1, head_dim))
+
+
 @pytest.mark.parametrize(
-  ('platform', 'dtype', 'head_dim', 'words'),
+  ('case', 'words'),
   [
-    ('gpu', jnp.bfloat16, 128, None),
-    ('gpu', jnp.float16, 8, None),
-    ('cpu', jnp.bfloat16, 128, "not for platform 'cpu'"),
-    ('tpu', jnp.bfloat16, 128, "not for platform 'tpu'"),
-    ('gpu', jnp.float32, 128, 'not for float32'),
-    ('gpu', jnp.bfloat16, 100, 'not 100'),
-    ('gpu', jnp.bfloat16, 136, 'not 136'),
+    ({}, None),
+    ({'dtype': 'float16', 'head_dim': 8}, None),
+    ({'platform': 'cpu'}, "not for platform 'cpu'"),
+    ({'platform': 'tpu'}, "not for platform 'tpu'"),
+    ({'dtype': 'float32'}, 'not for float32'),
+    ({'head_dim': 100}, 'not 100'),
+    ({'head_dim': 136}, 'not 136'),
+    # Below 2^31 elements, and at it.
+    ({'tokens': 2**20 - 65536, 'heads': 16}, None),
+    ({'tokens': 2**20, 'heads': 16}, '32 bits'),
   ],
 )
-def test_why_not(platform, dtype, head_dim, words):
-  reason = cudnn.why_not(platform, dtype, head_dim)
+def test_why_not(case, words):
+  reason = why_not(**case)
   assert reason is None if words is None else words in reason
 
 
 def test_why_not_asks_the_gpu_that_is_here(monkeypatch):
   for capability, words in (('8.9', 'not 8.9'), ('gfx942', 'not for gfx942'), ('9.0', None), ('12.0', None)):
     monkeypatch.setattr(cudnn, '_local_gpu_capability', lambda c=capability: c)
-    reason = cudnn.why_not('gpu', jnp.bfloat16, 128)
+    reason = why_not()
     assert reason is None if words is None else words in reason
 
 
+class OwnKind(type(FULL)):
+  """A kind that cuDNN has never heard of."""
+
+  title = 'own'
+
+
 def test_unserved_arguments_raise():
-  x = jnp.zeros((64, 1, 8), jnp.float32)
+  x, segments = jnp.zeros((64, 1, 8), jnp.float32), jnp.zeros(64, jnp.int32)
   with pytest.raises(ValueError, match='not for float32'):
-    cudnn.forward(x, x, x, jnp.zeros(64, jnp.int32), None)
+    attention(x, x, x, segments, FULL, 'cudnn')
+  x = x.astype(jnp.bfloat16)
+  with pytest.raises(ValueError, match='for full and sliding-window attention only, not for own'):
+    attention(x, x, x, segments, OwnKind(), 'cudnn')
   huge = jax.ShapeDtypeStruct((2**20, 32, 128), jnp.bfloat16)
   with pytest.raises(ValueError, match='32 bits'):
     jax.eval_shape(
-      lambda x, s: cudnn.forward(x, x, x, s, None), huge, jax.ShapeDtypeStruct((2**20,), jnp.int32)
+      lambda x, s: attention(x, x, x, s, FULL, 'cudnn'), huge, jax.ShapeDtypeStruct((2**20,), jnp.int32)
     )
 
 
@@ -146,7 +172,7 @@ def sequences_in(call, operands):
 def dense(call, q, k, v, dout=None):
   """One sequence in NumPy, as a callback must not run JAX: out, or with `dout` gradients, then lse [n, h]."""
   groups, back = call.heads // call.kv_heads, np.subtract.outer(np.arange(len(q)), np.arange(len(q)))
-  seen = (back >= 0) & (back < (call.window or len(q)))
+  seen = (back >= 0) & (back < (call.window_tokens or len(q)))
   k, v = np.repeat(k, groups, axis=1), np.repeat(v, groups, axis=1)
   scale = 1 / np.sqrt(call.width)
   scores = np.where(seen, np.einsum('qhd,shd->hqs', q, k) * scale, -np.inf)
@@ -190,26 +216,24 @@ def emulated(call, target, results, layouts, operands):
   return jax.pure_callback(on_host, results, *operands)
 
 
-@pytest.mark.parametrize('window', [None, 33])
+@pytest.mark.parametrize('kind', [FULL, sliding(33)], ids=short_name)
 @pytest.mark.parametrize('runs', ['skewed', 'all_padding', 'padding_inside', 'one_token_samples', 'buckets'])
-def test_values_and_gradients_from_emulated_kernels(monkeypatch, runs, window):
+def test_values_and_gradients_from_emulated_kernels(monkeypatch, runs, kind):
   monkeypatch.setattr(cudnn, '_custom_call', emulated)
-  monkeypatch.setattr(
-    cudnn, '_LAST_ROW_TOKENS', 64
-  )  # as many buckets for hundreds of tokens as for thousands
+  # As many buckets for hundreds of tokens as for thousands.
+  monkeypatch.setattr(cudnn, '_LAST_ROW_TOKENS', 64)
   segments = pack(PACKS.get(runs, [-9, 150, 3, 20, -2, 33, 70, 1, 12]))
   q, k, v, dout = (jnp.asarray(x, jnp.bfloat16) for x in tensors(len(segments), HEADS, KV_HEADS, WIDTH))
   padding = (segments < 0)[:, None, None]
   poisoned = [jnp.where(padding, jnp.nan, x) for x in (q, k, v)]
-  out, lse = jax.jit(cudnn.forward, static_argnums=4)(*poisoned, segments, window)
-  grads = jax.jit(cudnn.backward, static_argnums=4)(
-    *poisoned, segments, window, jnp.where(padding, jnp.nan, out), lse, jnp.where(padding, jnp.nan, dout)
-  )
+  out, lse = jitted(cudnn.forward)(*poisoned, segments, kind)
+  poisoned_out, poisoned_dout = (jnp.where(padding, jnp.nan, x) for x in (out, dout))
+  grads = jitted(cudnn.backward)(*poisoned, segments, kind, poisoned_out, lse, poisoned_dout)
   assert lse.dtype == jnp.float32 and all(x.dtype == jnp.bfloat16 for x in (out, *grads))
 
   exact = [x.astype(jnp.float32) for x in (q, k, v)]
-  wanted = reference.forward(*exact, segments, window)
-  wanted_grads = reference.backward(*exact, segments, window, None, None, dout.astype(jnp.float32))
+  wanted = jitted(reference.forward)(*exact, segments, kind)
+  wanted_grads = jitted(reference.backward)(*exact, segments, kind, out, lse, dout.astype(jnp.float32))
   for got, want in zip((out, lse, *grads), (*wanted, *wanted_grads), strict=True):
     got, want = np.asarray(got, np.float32), np.asarray(want)
     np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-8 * max(1.0, np.abs(want).max()))
@@ -237,8 +261,8 @@ def prune(config, like):
   return config
 
 
-@pytest.mark.parametrize('window', [None, 48])
-def test_the_call_is_the_one_of_jax(monkeypatch, window):
+@pytest.mark.parametrize('kind, window', [(FULL, None), (sliding(48), 48), (sliding(2**40), None)])
+def test_the_call_is_the_one_of_jax(monkeypatch, kind, window):
   """Name, config, types and layouts, as JAX's own module makes them for the same call."""
   (bucket,) = cudnn.buckets(256)[1]
   dtype, rows = jnp.bfloat16, (bucket.rows, bucket.row_tokens)
@@ -246,9 +270,9 @@ def test_the_call_is_the_one_of_jax(monkeypatch, window):
   lse = jax.ShapeDtypeStruct((256, HEADS), jnp.float32)
   segments = jax.ShapeDtypeStruct((256,), jnp.int32)
   ours = [
-    *custom_calls(lambda q, k, v, s: cudnn.forward(q, k, v, s, window), q, k, k, segments),
+    *custom_calls(lambda q, k, v, s: cudnn.forward(q, k, v, s, kind), q, k, k, segments),
     *custom_calls(
-      lambda q, k, v, s, o, l, g: cudnn.backward(q, k, v, s, window, o, l, g), q, k, k, segments, q, lse, q
+      lambda q, k, v, s, o, l, g: cudnn.backward(q, k, v, s, kind, o, l, g), q, k, k, segments, q, lse, q
     ),
   ]
 
@@ -279,7 +303,7 @@ def test_the_call_is_the_one_of_jax(monkeypatch, window):
 def test_one_call_a_bucket():
   q, k = (jax.ShapeDtypeStruct((32768, n, 128), jnp.bfloat16) for n in (32, 4))
   segments = jax.ShapeDtypeStruct((32768,), jnp.int32)
-  calls = custom_calls(lambda q, k, v, s: cudnn.forward(q, k, v, s, 4096), q, k, k, segments)
+  calls = custom_calls(lambda q, k, v, s: cudnn.forward(q, k, v, s, sliding(4096)), q, k, k, segments)
   assert [c['cudnn_fmha_backend_config']['intermediate_tensor_shape']['dimensions'] for _, c, _ in calls] == [
     ['1', '32', '32768', '32768'],
     ['4', '32', '8192', '8192'],

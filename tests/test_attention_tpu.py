@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from test_attention import FULL, pack, short_name, sliding, tensors
 
-from repack_jax.ops.attention import pallas_tiles, pallas_tpu, reference
+from repack_jax.kinds import LayerKind
+from repack_jax.ops.attention import AttentionCase, get_attention, pallas_tiles, pallas_tpu, reference
 from repack_jax.ops.attention.pallas_tiles import Blocks
 
 TOKENS = 700
@@ -29,20 +31,8 @@ PACKS = {
 }
 
 
-def pack(runs: list[int]) -> np.ndarray:
-  """Segments int32 [T] of runs of tokens; a negative run is padding. Sample ids fall: order is not needed."""
-  ids = np.concatenate([np.full(abs(n), -1 if n < 0 else len(runs) - i) for i, n in enumerate(runs)])
-  return ids.astype(np.int32)
-
-
-def tensors(tokens: int, heads: int, kv_heads: int, width: int) -> list[np.ndarray]:
-  """Float32 q, k, v and dout."""
-  rng = np.random.default_rng(0)
-  return [rng.normal(size=(tokens, n, width)).astype(np.float32) for n in (heads, kv_heads, kv_heads, heads)]
-
-
 @functools.cache
-def compiled(name: str, window: int | None, blocks: Blocks | None = None):
+def compiled(name: str, kind: LayerKind, blocks: Blocks | None = None):
   """Jitted `(q, k, v, segments, dout)` to `(out, lse, dq, dk, dv)`."""
   if name == 'reference':
     forward, backward = reference.forward, reference.backward
@@ -52,16 +42,16 @@ def compiled(name: str, window: int | None, blocks: Blocks | None = None):
     )
 
   def both(q, k, v, segments, dout):
-    out, lse = forward(q, k, v, segments, window)
-    return out, lse, *backward(q, k, v, segments, window, out, lse, dout)
+    out, lse = forward(q, k, v, segments, kind)
+    return out, lse, *backward(q, k, v, segments, kind, out, lse, dout)
 
   return jax.jit(both)
 
 
-def run(name, arrays, segments, window=None, blocks=None, dtype=jnp.float32):
+def run(name, arrays, segments, kind=FULL, blocks=None, dtype=jnp.float32):
   """Returns out, lse, dq, dk, dv as float32, and checks their dtypes."""
   *qkv, dout = (jnp.asarray(x, dtype) for x in arrays)
-  results = compiled(name, window, blocks)(*qkv, jnp.asarray(segments), dout)
+  results = compiled(name, kind, blocks)(*qkv, jnp.asarray(segments), dout)
   assert [x.dtype for x in results] == [dtype, jnp.float32, dtype, dtype, dtype]
   return [np.asarray(x, np.float32) for x in results]
 
@@ -73,14 +63,14 @@ def assert_near(results, wanted, tolerance):
     assert np.abs(got - want).max() <= tolerance * max(1, np.abs(want).max()), name
 
 
-@pytest.mark.parametrize('window', [None, 1, 130])
+@pytest.mark.parametrize('kind', [FULL, sliding(1), sliding(130)], ids=short_name)
 @pytest.mark.parametrize('runs', PACKS.values(), ids=PACKS)
-def test_packs(runs, window):
+def test_packs(runs, kind):
   segments = pack(runs)
   assert len(segments) == TOKENS
   arrays = tensors(TOKENS, 2, 1, 16)
-  results = run('pallas', arrays, segments, window, SMALL)
-  assert_near(results, run('reference', arrays, segments, window), 5e-6)
+  results = run('pallas', arrays, segments, kind, SMALL)
+  assert_near(results, run('reference', arrays, segments, kind), 5e-6)
   for x in results:
     assert (x[segments < 0] == 0).all()
 
@@ -90,25 +80,27 @@ def test_padding_is_inert(runs):
   segments = pack(PACKS[runs])
   clean = tensors(TOKENS, 2, 1, 16)
   poisoned = [np.where((segments < 0)[:, None, None], np.nan, x) for x in clean]
-  results = (run('pallas', x, segments, 130, SMALL) for x in (clean, poisoned))
+  results = (run('pallas', x, segments, sliding(130), SMALL) for x in (clean, poisoned))
   for a, b in zip(*results, strict=True):
     np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(
-  'heads, kv_heads, width, window', [(1, 1, 8, None), (8, 1, 24, 150), (4, 2, 130, None)]
+  'heads, kv_heads, width, kind',
+  [(1, 1, 8, FULL), (8, 1, 24, sliding(150)), (4, 2, 130, FULL)],
+  ids=short_name,
 )
-def test_heads(heads, kv_heads, width, window):
+def test_heads(heads, kv_heads, width, kind):
   segments = pack([5, 137, 170, -20])
   arrays = tensors(len(segments), heads, kv_heads, width)
-  results = run('pallas', arrays, segments, window, SMALL)
-  assert_near(results, run('reference', arrays, segments, window), 5e-6)
+  results = run('pallas', arrays, segments, kind, SMALL)
+  assert_near(results, run('reference', arrays, segments, kind), 5e-6)
 
 
 def test_query_heads_that_are_taken_in_turn():
   segments = pack([60, 70])
   arrays = tensors(len(segments), 20, 1, 8)
-  geometry = pallas_tiles.geometry_of(*(jnp.asarray(x) for x in arrays[:2]), None, None)
+  geometry = pallas_tiles.geometry_of(AttentionCase.of(*(jnp.asarray(x) for x in arrays[:2]), FULL))
   assert (geometry.groups, geometry.splits) == (5, 4)
   assert_near(run('pallas', arrays, segments), run('reference', arrays, segments), 5e-6)
 
@@ -116,8 +108,8 @@ def test_query_heads_that_are_taken_in_turn():
 def test_bfloat16():
   segments = pack([5, 337, 70, -20])
   arrays = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) for x in tensors(len(segments), 4, 2, 32)]
-  wanted = run('reference', arrays, segments, 133)
-  results = run('pallas', arrays, segments, 133, SMALL, jnp.bfloat16)
+  wanted = run('reference', arrays, segments, sliding(133))
+  results = run('pallas', arrays, segments, sliding(133), SMALL, jnp.bfloat16)
   # 8 bits of mantissa: 2^-8 for the rounded result, as much again for the rounded probabilities.
   assert_near(results, wanted, 2**-7)
 
@@ -128,12 +120,12 @@ def test_one_token():
 
 
 def test_large_scores_do_not_overflow():
-  segments = pack([200, 132])
-  q, k, v, dout = tensors(332, 1, 1, 8)
+  segments = pack([200, 500])
+  q, k, v, dout = tensors(TOKENS, 2, 1, 16)
   arrays = [q * 100, k * 100, v, dout]
   wanted = run('reference', arrays, segments)
   # Scores reach 4e4, where float32 has steps of 4e-3: that much relative error in each probability.
-  for got, want in zip(run('pallas', arrays, segments, None, SMALL), wanted, strict=True):
+  for got, want in zip(run('pallas', arrays, segments, FULL, SMALL), wanted, strict=True):
     assert np.isfinite(got).all()
     assert np.abs(got - want).max() <= 1e-2 * np.abs(want).max()
 
@@ -143,46 +135,48 @@ def test_two_cores_and_memory_that_nothing_has_written():
   simulator = pltpu.InterpretParams(uninitialized_memory='nan', num_cores_or_threads=2)
   segments = pack([-3, 140, -100, 57])
   arrays = [jnp.asarray(x) for x in tensors(len(segments), 2, 1, 16)]
-  args = *arrays[:3], jnp.asarray(segments), 130
-  out, lse = pallas_tpu.forward(*args, blocks=SMALL, interpret=simulator)
-  gradients = pallas_tpu.backward(*args, out, lse, arrays[3], blocks=SMALL, interpret=simulator)
+  args = *arrays[:3], jnp.asarray(segments), sliding(130)
+  forward, backward = (
+    jax.jit(functools.partial(f, blocks=SMALL, interpret=simulator), static_argnums=4)
+    for f in (pallas_tpu.forward, pallas_tpu.backward)
+  )
+  out, lse = forward(*args)
+  gradients = backward(*args, out, lse, arrays[3])
   results = [np.asarray(x) for x in (out, lse, *gradients)]
-  assert_near(results, run('reference', arrays, segments, 130), 5e-6)
+  assert_near(results, run('reference', arrays, segments, sliding(130)), 5e-6)
 
 
 def test_plans_are_data():
   arrays = tensors(TOKENS, 2, 1, 16)
   for runs in PACKS.values():
-    run('pallas', arrays, pack(runs), 130, SMALL)
-  assert compiled('pallas', 130, SMALL)._cache_size() == 1
+    run('pallas', arrays, pack(runs), sliding(130), SMALL)
+  assert compiled('pallas', sliding(130), SMALL)._cache_size() == 1
 
 
 @functools.cache
-def lists(window: int | None, blocks: Blocks, parts: int):
+def lists(kind: LayerKind, blocks: Blocks, parts: int):
   """Jitted segments to `(entries, cuts)` of the list by query block and of the one by key block."""
   geometry = pallas_tiles.Geometry(blocks, 1, 1, parts, 1.0, jax.lax.Precision.DEFAULT)
 
   def both(segments):
-    _, _, by_query, by_key = pallas_tiles.tile_lists(segments, window, geometry)
+    _, _, by_query, by_key = pallas_tiles.tile_lists(segments, kind, geometry)
     return (by_query.tiles, by_query.cuts), (by_key.tiles, by_key.cuts)
 
   return jax.jit(both)
 
 
-@pytest.mark.parametrize('window', [None, 1, 40, 130])
+@pytest.mark.parametrize('kind', [FULL, *map(sliding, (1, 40, 130))], ids=short_name)
 @pytest.mark.parametrize(
   'blocks, parts', [(Blocks(128, 128, 128, 128), 2), (SMALL, 1)], ids=['equal', 'unequal']
 )
-def test_lists_hold_what_is_visible_and_one_tile_for_each_block(blocks, parts, window):
-  limit = pallas_tiles.max_tiles(TOKENS, blocks.query, blocks.key, window)
+def test_lists_hold_what_is_visible_and_one_tile_for_each_block(blocks, parts, kind):
+  limit = pallas_tiles.max_tiles(TOKENS, blocks.query, blocks.key, kind)
   for runs in PACKS.values():
     segments = pack(runs)
     segments = np.pad(segments, (0, 768 - TOKENS), constant_values=-1)
-    seen = np.asarray(reference.visible(segments, window))
+    seen = np.asarray(reference.visible(segments, kind))
     touched = seen.reshape(768 // blocks.query, blocks.query, -1, blocks.key).any((1, 3))
-    for by_query, (entries, cuts) in zip(
-      (True, False), lists(window, blocks, parts)(pack(runs)), strict=True
-    ):
+    for by_query, (entries, cuts) in zip((True, False), lists(kind, blocks, parts)(pack(runs)), strict=True):
       assert len(entries) == limit and 0 < cuts[-1] <= limit
       major, minor = np.asarray(entries)[: cuts[-1]] >> 16, np.asarray(entries)[: cuts[-1]] & 0xFFFF
       table = touched if by_query else touched.T
@@ -196,25 +190,36 @@ def test_lists_hold_what_is_visible_and_one_tile_for_each_block(blocks, parts, w
       assert all(major[c - 1] != major[c] for c in np.asarray(cuts)[1:-1])
 
 
-@pytest.mark.parametrize('window', [None, 4096])
+def case(tokens=1024, heads=1, head_dim=128, dtype='bfloat16', kind=FULL):
+  return AttentionCase(kind, dtype, tokens, heads, 1, head_dim)
+
+
+@pytest.mark.parametrize('kind', [FULL, sliding(4096)], ids=short_name)
 @pytest.mark.parametrize('log2_tokens, groups', [(5, 1), (9, 16), (15, 8), (18, 4), (20, 1), (20, 3)])
-def test_chosen_blocks_fit(log2_tokens, groups, window):
+def test_chosen_blocks_fit(log2_tokens, groups, kind):
   for tokens in (2**log2_tokens, 2**log2_tokens + 1):
-    blocks = pallas_tiles.choose_blocks(tokens, groups, 128, 2, window)
+    blocks = pallas_tiles.choose_blocks(case(tokens, groups, kind=kind))
     sizes = (blocks.query, blocks.key, blocks.forward_step, blocks.backward_step)
     assert all(n >= 128 and n & (n - 1) == 0 for n in sizes) and max(sizes) == blocks.key
-    assert pallas_tiles.max_tiles(tokens, blocks.query, blocks.key, window) * 4 < 0.52 * 2**20
+    assert pallas_tiles.max_tiles(tokens, blocks.query, blocks.key, kind) * 4 < 0.52 * 2**20
     assert blocks.key < 2 * max(tokens, 128)
 
 
+def why_not(platform='tpu', **of_case):
+  return get_attention('pallas_tpu').why_not(platform, case(**of_case))
+
+
 def test_too_many_tokens():
-  with pytest.raises(ValueError, match='16777216 tokens on a rank are too many'):
-    pallas_tiles.choose_blocks(2**24, 1, 128, 2, None)
+  assert 'list of tiles fits scalar memory, not for full attention over 16777216 tokens' in why_not(
+    tokens=2**24
+  )
+  assert why_not(tokens=2**20, heads=4) is None
+  assert '1048576 tokens with 8 query heads at once' in why_not(tokens=2**20, heads=8)
 
 
 def test_what_it_serves():
-  assert pallas_tpu.why_not('tpu', jnp.bfloat16, 128) is None
-  assert pallas_tpu.why_not('tpu', 'float32', 8) is None
-  assert 'platform' in pallas_tpu.why_not('cpu', jnp.bfloat16, 128)
-  assert 'float16' in pallas_tpu.why_not('tpu', jnp.float16, 128)
-  assert '512' in pallas_tpu.why_not('tpu', jnp.bfloat16, 512)
+  assert why_not() is None
+  assert why_not(head_dim=8, dtype='float32') is None
+  assert 'platform' in why_not('cpu')
+  assert 'float16' in why_not(dtype='float16')
+  assert '512' in why_not(head_dim=512)

@@ -15,9 +15,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from repack_jax.exchange.collectives import Exchange, combine, dispatch, join_rows, split_heads
+from repack_jax.exchange.collectives import (
+  Exchange,
+  choose_exchange,
+  combine,
+  dispatch,
+  join_rows,
+  split_heads,
+)
 from repack_jax.kinds import LayerKind
-from repack_jax.ops.attention import KEPT, AttentionImpl, attend
+from repack_jax.ops.attention import KEPT, AttentionCase, AttentionImpl, attend, choose_attention
 from repack_jax.plan.arrays import PADDING_SEGMENT, PlanArrays, Route
 from repack_jax.plan.plan import Program
 
@@ -30,8 +37,8 @@ def repacked_attention(
   batch: PlanArrays,
   program: Program,
   axes: Sequence[str],
-  attention: AttentionImpl,
-  exchange: str,
+  attention: AttentionImpl | None = None,
+  exchange: str | None = None,
 ) -> jax.Array:
   """Returns the attention of a layer of this kind, [T, H, D], by a plan. Call it inside `shard_map`.
 
@@ -43,12 +50,18 @@ def repacked_attention(
     batch: the rank's own arrays of the plan, without the axis of ranks (`pack`).
     program: what the arrays were packed for.
     axes: mesh axes of a domain, major to minor, in which ranks are numbered.
-    attention: what computes the core.
-    exchange: `ragged` or `dense` (`choose_exchange`).
+    attention: what computes the core; by default what `auto` takes on JAX's default platform.
+    exchange: `ragged` or `dense`; by default likewise.
 
   Raises:
     PlanError: where the program's exchanges span other ranks than the mesh has.
   """
+  platform = jax.default_backend()
+  exchange = exchange or choose_exchange('auto', platform)
+  if attention is None:
+    lone = AttentionCase.of(q, k, kind)
+    cases = [lone.at_degree(degree) for degree in program.degrees(kind.layout)]
+    attention = choose_attention('auto', platform, cases)
   wire = kind.wire(q.shape[1], k.shape[1], q.shape[2], q.dtype.name)
   sizes = {axis: lax.axis_size(axis) for axis in axes}
   ex = Exchange.of_program(program, kind.layout, wire, axes, sizes, exchange)

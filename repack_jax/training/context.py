@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from repack_jax.config.run import RunConfig
 from repack_jax.exchange.collectives import choose_exchange
 from repack_jax.exchange.ulysses import repacked_attention
 from repack_jax.kinds import LayerKind
-from repack_jax.ops.attention import AttentionImpl, choose_attention
+from repack_jax.ops.attention import AttentionCase, AttentionImpl, choose_attention
 from repack_jax.ops.grouped import choose_grouped
 from repack_jax.parallel.mesh import DOMAIN_AXES
 from repack_jax.plan.arrays import PlanArrays
@@ -41,13 +40,23 @@ class Implementations:
     """Returns those for a run on a mesh, each logged; raises ConfigError where a choice cannot be served."""
     platform = mesh.devices.flat[0].platform
     model, train = run.model, run.train
-    dtype = jnp.dtype(model.compute_dtype)
     return cls(
       exchange=choose_exchange(train.exchange, platform),
-      attention=choose_attention(train.attention, platform, dtype, model.head_dim),
+      attention=choose_attention(train.attention, platform, attention_cases(run)),
       grouped=choose_grouped(train.grouped, platform) if model.num_experts else '',
       expert_ranks=expert_ranks(model, run.cluster),
     )
+
+
+def attention_cases(run: RunConfig) -> list[AttentionCase]:
+  """Returns whatever the layers may ask of an attention core: each kind at each SP degree."""
+  model, tokens = run.model, run.planner.capacity_tokens
+  heads = model.num_heads, model.num_kv_heads, model.head_dim
+  return [
+    AttentionCase(model.kind(letter), model.compute_dtype, tokens, *heads).at_degree(degree)
+    for letter in dict.fromkeys(model.layer_kinds)
+    for degree in run.sp_degrees
+  ]
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,12 @@ from repack_jax.ops.attention.api import (
   choose_attention,
   get_attention,
 )
+from repack_jax.ops.attention.case import AttentionCase
 
 __all__ = [
   'IMPLEMENTATIONS',
   'KEPT',
+  'AttentionCase',
   'AttentionImpl',
   'attend',
   'attention',

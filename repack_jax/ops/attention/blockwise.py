@@ -17,6 +17,8 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from repack_jax.kinds import LayerKind
+
 # Tokens in a block. Of 64, 128, 256 and 512, on one core of an AMD EPYC (float32, D = 64 or 128): on one long
 # sample 128 and 256 are equal and best up to 16 heads; at 32 heads 64 is up to a fifth faster. On samples of
 # 700 tokens 128 takes 0.78 times what 256 does and 1.05 times what 64 does.
@@ -63,12 +65,12 @@ def running_max(x: chex.Array) -> chex.Array:
   return jnp.maximum(rows, before[:, None]).reshape(-1)[:n]
 
 
-def visible_intervals(segments: chex.Array, window: int | None) -> tuple[chex.Array, chex.Array]:
+def visible_intervals(segments: chex.Array, kind: LayerKind) -> tuple[chex.Array, chex.Array]:
   """The keys each query sees, and the queries that see each key, as intervals.
 
   Args:
     segments: int32 [T], each sample one contiguous run, -1 for padding.
-    window: None, or how many tokens of its sample a query sees.
+    kind: what queries see.
 
   Returns:
     `(first_key, last_query)`, int32 [T] each: query t sees keys `first_key[t] .. t`, and key t is seen by
@@ -82,11 +84,9 @@ def visible_intervals(segments: chex.Array, window: int | None) -> tuple[chex.Ar
   first = running_max(jnp.where(begins, place, 0))
   # A running minimum from the end, counted from the end.
   last = tokens - 1 - running_max(jnp.where(ends, tokens - 1 - place, 0)[::-1])[::-1]
-  if window is not None:
-    reach = min(window, tokens) - 1
-    first, last = jnp.maximum(first, place - reach), jnp.minimum(last, place + reach)
   valid = segments >= 0
-  return jnp.where(valid, first, tokens), jnp.where(valid, last, -1)
+  first_key, last_query = kind.first_key(place, first), kind.last_query(place, first, last)
+  return jnp.where(valid, first_key, tokens), jnp.where(valid, last_query, -1)
 
 
 def tile_bounds(first_key: chex.Array, last_query: chex.Array, block: int) -> Tiles:
@@ -145,25 +145,22 @@ def _mask(first_key: chex.Array, i: chex.Array, j: chex.Array, block: int, group
   return jnp.tile((key >= first_key[:, None]) & (key <= query[:, None]), (groups, 1))
 
 
-def _prepare(segments: chex.Array, window: int | None):
+def _prepare(segments: chex.Array, kind: LayerKind):
   """Pads T to whole blocks; returns `(block, valid bool [N * B], first_key int32 [N, B], Tiles)`."""
   (tokens,) = segments.shape
   block = block_tokens(tokens)
   segments = jnp.pad(segments, (0, -tokens % block), constant_values=-1)
-  first_key, last_query = visible_intervals(segments, window)
+  first_key, last_query = visible_intervals(segments, kind)
   return block, segments >= 0, first_key.reshape(-1, block), tile_bounds(first_key, last_query, block)
 
 
 def forward(
-  q: chex.Array, k: chex.Array, v: chex.Array, segments: chex.Array, window: int | None
+  q: chex.Array, k: chex.Array, v: chex.Array, segments: chex.Array, kind: LayerKind
 ) -> tuple[chex.Array, chex.Array]:
   """Returns `(out [T, h, D] in q's dtype, lse float32 [T, h])`; see `api.AttentionImpl`."""
   tokens, heads, width = q.shape
   kv_heads = k.shape[1]
-  chex.assert_shape([k, v], (tokens, kv_heads, width))
-  chex.assert_shape(segments, (tokens,))
-
-  block, valid, first_key, tiles = _prepare(segments, window)
+  block, valid, first_key, tiles = _prepare(segments, kind)
   qb, kb, vb = (_to_blocks(x, valid, block, kv_heads) for x in (q, k, v))
   scale = 1 / math.sqrt(width)
   rows = qb.shape[1:3]
@@ -202,7 +199,7 @@ def backward(
   k: chex.Array,
   v: chex.Array,
   segments: chex.Array,
-  window: int | None,
+  kind: LayerKind,
   out: chex.Array,
   lse: chex.Array,
   dout: chex.Array,
@@ -215,12 +212,7 @@ def backward(
   """
   tokens, heads, width = q.shape
   kv_heads = k.shape[1]
-  chex.assert_shape([k, v], (tokens, kv_heads, width))
-  chex.assert_equal_shape([q, out, dout])
-  chex.assert_shape(lse, (tokens, heads))
-  chex.assert_shape(segments, (tokens,))
-
-  block, valid, first_key, tiles = _prepare(segments, window)
+  block, valid, first_key, tiles = _prepare(segments, kind)
   qb, kb, vb, outb, doutb = (_to_blocks(x, valid, block, kv_heads) for x in (q, k, v, out, dout))
   # Rows lie along the last axis from here on: lse and delta are [N, k, 1, g * B].
   lseb = _to_blocks(lse[..., None], valid, block, kv_heads).swapaxes(2, 3)

@@ -22,6 +22,8 @@ heads before JAX 0.12 (jax-ml/jax#39521), silently wrong with grouped queries, a
 compiles for another. `tests/test_attention_cudnn.py` holds the two calls against each other.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import json
 import math
@@ -33,6 +35,9 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from repack_jax.kinds import FullAttention, LayerKind, SlidingWindowAttention
+from repack_jax.ops.attention.case import AttentionCase
 
 # Sequences that a call has room for, over the tokens it sees as one row: also the factor between buckets.
 _RATIO = 4
@@ -48,6 +53,7 @@ _HEAD_DIM_MULTIPLE = 8
 _LEAST_CAPABILITY = (9, 0)
 _ELEMENT_TYPES = {'bfloat16': 'BF16', 'float16': 'F16'}
 _MAX_ELEMENTS = 2**31 - 1  # offsets are int32
+_KINDS: tuple[type[LayerKind], ...] = (FullAttention, SlidingWindowAttention)
 
 _FORWARD_TARGET = '__cudnn$fmhaSoftmax'
 _BACKWARD_TARGET = '__cudnn$fmhaSoftmaxBackward'
@@ -57,7 +63,7 @@ _BTNH_OF_BNTH = (0, 2, 1, 3)
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-  """The samples that one kind of call serves.
+  """The samples that calls of one size serve.
 
   Attributes:
     rows: rows that a call sees the tokens as, T' / M.
@@ -103,21 +109,21 @@ class Sequences(NamedTuple):
   stats_row: chex.Array
 
 
-def why_not(platform: str, dtype, head_dim: int) -> str | None:
-  """Why this implementation does not serve a case, in a few words; None where it does.
-
-  Args:
-    platform: JAX's name of it, such as 'gpu' or 'cpu'.
-    dtype: of queries, keys and values.
-    head_dim: D.
-  """
-  if platform != 'gpu':
-    return f'for NVIDIA GPUs only, not for platform {platform!r}'
-  name = jnp.dtype(dtype).name
-  if name not in _ELEMENT_TYPES:
-    return f'for {" and ".join(_ELEMENT_TYPES)} only, not for {name}'
-  if head_dim > _MAX_HEAD_DIM or head_dim % _HEAD_DIM_MULTIPLE:
-    return f'for head widths that are multiples of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM}, not {head_dim}'
+def why_not(case: AttentionCase) -> str | None:
+  """Returns why cuDNN does not serve a case here, in a few words; None where it does."""
+  if type(case.kind) not in _KINDS:
+    return f'for {" and ".join(kind.title for kind in _KINDS)} attention only, not for {case.kind.title}'
+  if case.dtype not in _ELEMENT_TYPES:
+    return f'for {" and ".join(_ELEMENT_TYPES)} only, not for {case.dtype}'
+  if case.head_dim > _MAX_HEAD_DIM or case.head_dim % _HEAD_DIM_MULTIPLE:
+    return (
+      f'for head widths that are multiples of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM}, not {case.head_dim}'
+    )
+  if buckets(case.tokens)[0] * case.heads * case.head_dim > _MAX_ELEMENTS:
+    return (
+      'for what it can count in 32 bits: queries of '
+      f'{case.tokens} tokens x {case.heads} heads x {case.head_dim} are too many elements'
+    )
   return _why_not_device(_local_gpu_capability())
 
 
@@ -219,16 +225,16 @@ def workspace_bytes(tokens: int, heads: int, head_dim: int) -> int:
 
 
 def forward(
-  q: chex.Array, k: chex.Array, v: chex.Array, segments: chex.Array, window: int | None
+  q: chex.Array, k: chex.Array, v: chex.Array, segments: chex.Array, kind: LayerKind
 ) -> tuple[chex.Array, chex.Array]:
   """Returns `(out [T, h, D] in q's dtype, lse float32 [T, h])`; see `api.AttentionImpl`."""
-  tokens = _check(q, k, v, segments)
-  padded, kinds = buckets(tokens)
+  tokens = segments.shape[0]
+  padded, all_buckets = buckets(tokens)
   segments = jnp.pad(segments, (0, padded - tokens), constant_values=-1)
   q, k, v = (_masked_pad(x, segments) for x in (q, k, v))
 
   def body(bucket, sequences, carry):
-    call = _Call(bucket, q.shape[1], k.shape[1], q.shape[2], q.dtype, window)
+    call = _Call.of(bucket, q, k, kind)
     new, stats = _fused_forward(call, q, k, v, sequences)
     served = (sequences.stats_row < bucket.sequences * bucket.row_tokens)[:, None]
     out, lse = carry
@@ -236,7 +242,7 @@ def forward(
     return jnp.where(served[..., None], new, out), jnp.where(served, new_lse, lse)
 
   start = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
-  out, lse = _all_rounds(kinds, find_runs(segments), body, start)
+  out, lse = _all_rounds(all_buckets, find_runs(segments), body, start)
   return out[:tokens], lse[:tokens]
 
 
@@ -245,34 +251,32 @@ def backward(
   k: chex.Array,
   v: chex.Array,
   segments: chex.Array,
-  window: int | None,
+  kind: LayerKind,
   out: chex.Array,
   lse: chex.Array,
   dout: chex.Array,
 ) -> tuple[chex.Array, chex.Array, chex.Array]:
   """Returns `(dq, dk, dv)`, each like its input; see `api.AttentionImpl`."""
-  tokens = _check(q, k, v, segments)
-  chex.assert_equal_shape([q, out, dout])
-  chex.assert_shape(lse, q.shape[:2])
-  padded, kinds = buckets(tokens)
+  tokens = segments.shape[0]
+  padded, all_buckets = buckets(tokens)
   segments = jnp.pad(segments, (0, padded - tokens), constant_values=-1)
   q, k, v, out, dout = (_masked_pad(x, segments) for x in (q, k, v, out, dout))
   lse = jnp.pad(lse, ((0, padded - tokens), (0, 0)))
 
   def body(bucket, sequences, carry):
-    call = _Call(bucket, q.shape[1], k.shape[1], q.shape[2], q.dtype, window)
+    call = _Call.of(bucket, q, k, kind)
     stats = lse_to_stats(lse, sequences.stats_row, bucket)
     new = _fused_backward(call, q, k, v, stats, out, dout, sequences)
     served = (sequences.stats_row < bucket.sequences * bucket.row_tokens)[:, None, None]
     return tuple(jnp.where(served, x, old) for x, old in zip(new, carry, strict=True))
 
   start = tuple(map(jnp.zeros_like, (q, k, v)))
-  return tuple(x[:tokens] for x in _all_rounds(kinds, find_runs(segments), body, start))
+  return tuple(x[:tokens] for x in _all_rounds(all_buckets, find_runs(segments), body, start))
 
 
-def _all_rounds(kinds: tuple[Bucket, ...], runs: Runs, body: Callable, carry: tuple) -> tuple:
+def _all_rounds(all_buckets: tuple[Bucket, ...], runs: Runs, body: Callable, carry: tuple) -> tuple:
   """Runs `body(bucket, sequences, carry)` for each call that the samples need; returns the last carry."""
-  for bucket in kinds:
+  for bucket in all_buckets:
     rank, count = rank_samples(runs, bucket)
 
     def one_round(i, carry, bucket=bucket, rank=rank):
@@ -282,20 +286,11 @@ def _all_rounds(kinds: tuple[Bucket, ...], runs: Runs, body: Callable, carry: tu
   return carry
 
 
-def _check(q: chex.Array, k: chex.Array, v: chex.Array, segments: chex.Array) -> int:
-  """Raises where the arguments do not fit together or are not served; returns T."""
-  tokens, heads, width = q.shape
-  chex.assert_shape([k, v], (tokens, k.shape[1], width))
-  chex.assert_shape(segments, (tokens,))
-  chex.assert_equal(k.dtype, q.dtype)
-  chex.assert_equal(v.dtype, q.dtype)
-  if reason := why_not('gpu', q.dtype, width):
-    raise ValueError(f"attention 'cudnn' is {reason}")
-  if buckets(tokens)[0] * heads * width > _MAX_ELEMENTS:
-    raise ValueError(
-      f"attention 'cudnn' counts elements in 32 bits: {tokens} x {heads} x {width} are too many"
-    )
-  return tokens
+def _window_tokens(kind: LayerKind, tokens: int) -> int:
+  """What cuDNN is told of a kind: how many last tokens a query sees; 0 for all of its sequence."""
+  if isinstance(kind, SlidingWindowAttention) and kind.window_tokens < tokens:
+    return kind.window_tokens
+  return 0
 
 
 def _masked_pad(x: chex.Array, segments: chex.Array) -> chex.Array:
@@ -309,14 +304,20 @@ def _masked_pad(x: chex.Array, segments: chex.Array) -> chex.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-  """The static side of a custom call: its bucket, heads, head width, dtype and window."""
+  """The static side of a custom call: its bucket, heads, head width, dtype and window (0 for none)."""
 
   bucket: Bucket
   heads: int
   kv_heads: int
   width: int
   dtype: np.dtype
-  window: int | None
+  window_tokens: int
+
+  @classmethod
+  def of(cls, bucket: Bucket, q: chex.Array, k: chex.Array, kind: LayerKind) -> _Call:
+    """Returns that of q [T', h, D] and k [T', k, D]."""
+    tokens, heads, width = q.shape
+    return cls(bucket, heads, k.shape[1], width, q.dtype, _window_tokens(kind, tokens))
 
   def rows(self, x: chex.Array) -> chex.Array:
     """[T', n, D] to [T' / M, M, n, D]."""
@@ -369,7 +370,7 @@ class _Call:
       'mask_type': 'PADDING_CAUSAL',
       'dropout_rate': 0.0,
       'seed': 0,
-      'sliding_window_length': self.window or 0,  # as here, the query itself is one of the window
+      'sliding_window_length': self.window_tokens,  # as here, the query itself is one of them
       'max_seg_per_batch': _RATIO,
       'is_paged_attention': False,
     } | {f'{name}_dot_dimension_numbers': value for name, value in products.items()}  # fmt: skip

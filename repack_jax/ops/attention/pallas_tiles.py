@@ -11,7 +11,9 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from repack_jax.kinds import LayerKind
 from repack_jax.ops.attention.blockwise import visible_intervals
+from repack_jax.ops.attention.case import AttentionCase
 
 LANES = 128  # blocks are whole multiples, and head widths are padded to it, as a TPU's layouts do anyway
 
@@ -95,35 +97,33 @@ class Lists:
   highest: chex.Array
 
 
-def choose_blocks(tokens: int, groups: int, head_dim: int, itemsize: int, window: int | None) -> Blocks:
-  """Sizes of tiles for T tokens: small ones, unless the list of tiles would not fit scalar memory.
+def heads_at_once(case: AttentionCase) -> int:
+  """Returns g, query heads of one key/value head that a kernel takes at once."""
+  shared = case.heads // case.kv_heads
+  most = max(1, _MAX_ROWS // _row_weight(case) // LANES)
+  return max(n for n in range(1, min(shared, most) + 1) if shared % n == 0)
 
-  Args:
-    tokens: T.
-    groups: g, query heads that a kernel takes at once.
-    head_dim: D.
-    itemsize: bytes of an element of q.
-    window: None, or how many tokens of its sample a query sees.
 
-  Raises:
-    ValueError: T is too long for the largest tiles.
+def choose_blocks(case: AttentionCase) -> Blocks | None:
+  """Returns sizes of tiles: small ones, unless the list of tiles would not fit scalar memory.
+
+  None where that of the largest tiles does not fit either.
   """
-  weight = _row_weight(head_dim, itemsize)
-  longest = _power_of_two(2 * max(tokens, LANES) - 1)  # one block of this many holds all tokens
+  weight, groups = _row_weight(case), heads_at_once(case)
+  longest = _power_of_two(2 * max(case.tokens, LANES) - 1)  # one block of this many holds all tokens
   for rows, keys in _SIZES:
     query = min(longest, max(LANES, _power_of_two(rows // weight // groups)))
     key = min(longest, max(query, _power_of_two(keys // weight)))
-    if max_tiles(tokens, query, key, window) <= _MAX_TILES and tokens // query < 1 << (BLOCK_BITS - 1):
-      break
-  else:
-    raise ValueError(f'{tokens} tokens on a rank are too many for the TPU kernels, window {window}')
-  steps = (_power_of_two(n // weight // (groups * query)) for n in (_FORWARD_SCORES, _BACKWARD_SCORES))
-  return Blocks(query, key, *(min(key, max(LANES, step)) for step in steps))
+    tiles = max_tiles(case.tokens, query, key, case.kind)
+    if tiles <= _MAX_TILES and case.tokens // query < 1 << (BLOCK_BITS - 1):
+      steps = (_power_of_two(n // weight // (groups * query)) for n in (_FORWARD_SCORES, _BACKWARD_SCORES))
+      return Blocks(query, key, *(min(key, max(LANES, step)) for step in steps))
+  return None
 
 
-def max_tiles(tokens: int, query: int, key: int, window: int | None) -> int:
-  """The most tiles that T tokens can touch, in blocks of `query` and `key` tokens."""
-  reach = tokens if window is None else window - 1  # tokens before its own that a query sees
+def max_tiles(tokens: int, query: int, key: int, kind: LayerKind) -> int:
+  """Returns a bound on the tiles that T tokens touch, in blocks of `query` and `key` tokens."""
+  reach = kind.reach_tokens(tokens)
   blocks = -(-tokens // key) * (key // query)
   return sum(i * query // key + 1 - max(0, i * query - reach) // key for i in range(blocks))
 
@@ -133,56 +133,67 @@ def _power_of_two(n: int) -> int:
   return 1 << n.bit_length() >> 1
 
 
-def _row_weight(head_dim: int, itemsize: int) -> int:
+def _row_weight(case: AttentionCase) -> int:
   """What a row takes in VMEM, in units of `_ROW_BYTES`."""
-  return -(-head_dim // LANES) * LANES * itemsize // _ROW_BYTES
+  return -(-case.head_dim // LANES) * LANES * jnp.dtype(case.dtype).itemsize // _ROW_BYTES
 
 
-def geometry_of(q: chex.Array, k: chex.Array, window: int | None, blocks: Blocks | None) -> Geometry:
-  tokens, heads, width = q.shape
-  most = max(1, _MAX_ROWS // _row_weight(width, q.dtype.itemsize) // LANES)
-  shared = heads // k.shape[1]
-  groups = max(n for n in range(1, min(shared, most) + 1) if shared % n == 0)
-  blocks = blocks or choose_blocks(tokens, groups, width, q.dtype.itemsize, window)
+def geometry_of(case: AttentionCase, blocks: Blocks | None = None) -> Geometry:
+  """Returns what the kernels know of a case when they are compiled; `blocks` are chosen where not given."""
+  blocks = blocks or choose_blocks(case)
+  assert blocks is not None, 'such a case is refused by `pallas_tpu.why_not`'
+  groups = heads_at_once(case)
   # An odd number of head groups would leave one of two cores idle at the end, or all the time.
-  parts = 2 if heads // groups % 2 and tokens > blocks.key else 1
-  precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-  return Geometry(blocks, groups, shared // groups, parts, 1 / math.sqrt(width), precision)
+  parts = 2 if case.heads // groups % 2 and case.tokens > blocks.key else 1
+  precision = jax.lax.Precision.HIGHEST if case.dtype == 'float32' else jax.lax.Precision.DEFAULT
+  splits = case.heads // case.kv_heads // groups
+  return Geometry(blocks, groups, splits, parts, 1 / math.sqrt(case.head_dim), precision)
 
 
-def tile_lists(segments: chex.Array, window: int | None, geometry: Geometry):
+def tile_lists(
+  segments: chex.Array, kind: LayerKind, geometry: Geometry
+) -> tuple[chex.Array, chex.Array, Lists, Lists]:
   """Returns `(valid bool [T'], first_key int32 [query blocks, 1, Blocks.query], Lists by query, by key)`."""
   query, key = geometry.blocks.query, geometry.blocks.key
   (tokens,) = segments.shape
   segments = jnp.pad(segments, (0, -tokens % key), constant_values=-1)
   valid, padded = segments >= 0, segments.shape[0]
-  first_key, last_query = visible_intervals(segments, window)
+  first_key, last_query = visible_intervals(segments, kind)
   place = jnp.arange(padded, dtype=jnp.int32)
+  limit = max_tiles(tokens, query, key, kind)
 
   # Queries have keys up to their own block, keys have queries from their own place on. A block that meets
   # nothing still has a tile, without work, that writes its zeros.
-  by_query, place_by_key = first_key.reshape(-1, query), jnp.where(valid, place, padded).reshape(-1, key)
-  lowest, highest = by_query.min(1), by_query.max(1)
+  rows, place_by_key = first_key.reshape(-1, query), jnp.where(valid, place, padded).reshape(-1, key)
+  lowest, highest = rows.min(1), rows.max(1)
   last = place[::query] // key
-  query_list = _list_tiles(jnp.where(lowest < padded, lowest // key, last), last, geometry, tokens, window)
+  first = jnp.where(lowest < padded, lowest // key, last)
+  by_query = Lists(*_list_tiles(first, last, geometry.parts, limit), lowest, highest)
   first = jnp.where(place_by_key.min(1) < padded, place_by_key.min(1), place[::key]) // query
   last = jnp.maximum(last_query.reshape(-1, key).max(1) // query, first)
-  key_list = _list_tiles(first, last, geometry, tokens, window)
-  lists = (Lists(*fields, lowest, highest) for fields in (query_list, key_list))
-  return valid, first_key.reshape(-1, 1, query), *lists
+  by_key = Lists(*_list_tiles(first, last, geometry.parts, limit), lowest, highest)
+  return valid, first_key.reshape(-1, 1, query), by_query, by_key
 
 
-def _list_tiles(first: chex.Array, last: chex.Array, geometry: Geometry, tokens: int, window: int | None):
-  """Lists each major block's minor blocks, `first` to `last`; returns the first four fields of `Lists`."""
+def _list_tiles(
+  first: chex.Array, last: chex.Array, parts: int, limit: int
+) -> tuple[chex.Array, chex.Array, chex.Array, chex.Array]:
+  """Lists each major block's minor blocks, `first` to `last`; returns the first four fields of `Lists`.
+
+  Args:
+    first, last: int32 [major blocks].
+    parts: see `Geometry`.
+    limit: L.
+  """
   ends = jnp.cumsum(last - first + 1, dtype=jnp.int32)
   starts = ends - (last - first + 1)
-  entry = jnp.arange(max_tiles(tokens, geometry.blocks.query, geometry.blocks.key, window), dtype=jnp.int32)
+  entry = jnp.arange(limit, dtype=jnp.int32)
   # Comparing with all starts fuses into sums; gathers are slow on a TPU, and long prefix sums to compile.
   begun = starts <= entry[:, None]
   major = begun.sum(1, dtype=jnp.int32) - 1
   minor = entry + jnp.where(begun, jnp.diff(first - starts, prepend=0), 0).sum(1, dtype=jnp.int32)
   cuts = [jnp.zeros(1, jnp.int32), ends[-1:]]
-  if geometry.parts == 2:
+  if parts == 2:
     # Parts are whole major blocks, at least one each: what a part writes, only it writes.
     middle = jnp.clip((starts < ends[-1] // 2).sum(), 1, len(starts) - 1)
     cuts.insert(1, starts[middle][None])

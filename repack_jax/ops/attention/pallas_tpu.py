@@ -26,16 +26,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from repack_jax.kinds import LayerKind
+from repack_jax.ops.attention.case import AttentionCase
 from repack_jax.ops.attention.pallas_tiles import (
   BLOCK_BITS,
   LANES,
   Blocks,
   Geometry,
   Lists,
+  choose_blocks,
   geometry_of,
+  heads_at_once,
   tile_lists,
 )
 
+_DTYPES = ('float32', 'bfloat16')
 _MAX_HEAD_DIM = 256
 
 _UNROLL_STEPS = 4
@@ -48,20 +53,17 @@ _MASKED = -3e38
 _LOG2_E = math.log2(math.e)
 
 
-def why_not(platform: str, dtype, head_dim: int) -> str | None:
-  """Why this implementation does not serve a case, in a few words; None where it does.
-
-  Args:
-    platform: JAX's name of it, such as 'tpu' or 'cpu'.
-    dtype: of queries, keys and values.
-    head_dim: D.
-  """
-  if platform != 'tpu':
-    return f'for TPUs only, not for platform {platform!r}'
-  if jnp.dtype(dtype) not in (jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)):
-    return f'for float32 and bfloat16 only, not for {jnp.dtype(dtype).name}'
-  if head_dim > _MAX_HEAD_DIM:
-    return f'for head widths up to {_MAX_HEAD_DIM} only, not for {head_dim}'
+def why_not(case: AttentionCase) -> str | None:
+  """Returns why these kernels do not serve a case, in a few words; None where they do."""
+  if case.dtype not in _DTYPES:
+    return f'for {" and ".join(_DTYPES)} only, not for {case.dtype}'
+  if case.head_dim > _MAX_HEAD_DIM:
+    return f'for head widths up to {_MAX_HEAD_DIM} only, not for {case.head_dim}'
+  if choose_blocks(case) is None:
+    return (
+      f'for streams whose list of tiles fits scalar memory, not for {case.kind.title} attention over '
+      f'{case.tokens} tokens with {heads_at_once(case)} query heads at once'
+    )
   return None
 
 
@@ -70,7 +72,7 @@ def forward(
   k: chex.Array,
   v: chex.Array,
   segments: chex.Array,
-  window: int | None,
+  kind: LayerKind,
   *,
   blocks: Blocks | None = None,
   interpret: bool | pltpu.InterpretParams = False,
@@ -78,15 +80,13 @@ def forward(
   """Returns `(out [T, h, D] in q's dtype, lse float32 [T, h])`; see `api.AttentionImpl`.
 
   Args:
-    q, k, v, segments, window: as in `api.AttentionImpl`.
+    q, k, v, segments, kind: as in `api.AttentionImpl`.
     blocks: sizes of tiles; None to choose them.
     interpret: for tests, run the kernel as plain JAX, or in JAX's simulator of a TPU: anywhere, and slowly.
   """
   tokens, heads, width = q.shape
-  chex.assert_shape([k, v], (tokens, k.shape[1], width))
-  chex.assert_shape(segments, (tokens,))
-  geometry = geometry_of(q, k, window, blocks)
-  valid, first_key, lists, _ = tile_lists(segments, window, geometry)
+  geometry = geometry_of(AttentionCase.of(q, k, kind), blocks)
+  valid, first_key, lists, _ = tile_lists(segments, kind, geometry)
   q, k, v = _to_rows(q, valid, geometry), _to_heads(k, valid), _to_heads(v, valid)
 
   inputs = [('rows', q), ('keys', k), ('keys', v), ('first_key', first_key)]
@@ -103,7 +103,7 @@ def backward(
   k: chex.Array,
   v: chex.Array,
   segments: chex.Array,
-  window: int | None,
+  kind: LayerKind,
   out: chex.Array,
   lse: chex.Array,
   dout: chex.Array,
@@ -112,13 +112,9 @@ def backward(
   interpret: bool | pltpu.InterpretParams = False,
 ) -> tuple[chex.Array, chex.Array, chex.Array]:
   """Returns `(dq, dk, dv)`, each like its input; see `api.AttentionImpl`, and `forward` for the keywords."""
-  tokens, heads, width = q.shape
-  chex.assert_shape([k, v], (tokens, k.shape[1], width))
-  chex.assert_equal_shape([q, out, dout])
-  chex.assert_shape(lse, (tokens, heads))
-  chex.assert_shape(segments, (tokens,))
-  geometry = geometry_of(q, k, window, blocks)
-  valid, first_key, by_query, by_key = tile_lists(segments, window, geometry)
+  tokens, _, width = q.shape
+  geometry = geometry_of(AttentionCase.of(q, k, kind), blocks)
+  valid, first_key, by_query, by_key = tile_lists(segments, kind, geometry)
   # The softmax's share of the gradient, one number a row.
   delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
   lse, delta = (_to_row_scalars(x, valid, geometry) for x in (lse * _LOG2_E, delta))

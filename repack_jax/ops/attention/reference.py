@@ -8,24 +8,22 @@ import chex
 import jax
 import jax.numpy as jnp
 
+from repack_jax.kinds import LayerKind
 
-def visible(segments: chex.Array, window: int | None) -> chex.Array:
-  """Which keys each query sees: bool [T, T], query by key, from `segments` int32 [T]."""
-  place = jnp.arange(segments.shape[0])
-  back = place[:, None] - place[None, :]  # how many tokens the key lies before the query
-  mask = (segments[:, None] == segments[None, :]) & (segments[:, None] >= 0) & (back >= 0)
-  return mask if window is None else mask & (back < window)
+
+def visible(segments: chex.Array, kind: LayerKind) -> chex.Array:
+  """Returns which keys each query sees: bool [T, T], query by key, from `segments` int32 [T]."""
+  same = (segments[:, None] == segments[None, :]) & (segments[:, None] >= 0)
+  position = jnp.tril(same, -1).sum(1)  # in its sample: how many tokens of that come before
+  return same & kind.sees(position[:, None], position[None, :])
 
 
 def forward(
-  q: chex.Array, k: chex.Array, v: chex.Array, segments: chex.Array, window: int | None
+  q: chex.Array, k: chex.Array, v: chex.Array, segments: chex.Array, kind: LayerKind
 ) -> tuple[chex.Array, chex.Array]:
   """Returns `(out [T, h, D] in q's dtype, lse float32 [T, h])`; see `api.AttentionImpl`."""
   tokens, heads, width = q.shape
   kv_heads = k.shape[1]
-  chex.assert_shape([k, v], (tokens, kv_heads, width))
-  chex.assert_shape(segments, (tokens,))
-
   dtype = jnp.promote_types(q.dtype, jnp.float32)
   valid = (segments >= 0)[:, None, None]
   # `where`, not a product: padding may hold NaN.
@@ -33,7 +31,7 @@ def forward(
   q = q.reshape(tokens, kv_heads, heads // kv_heads, width)
 
   scores = jnp.einsum('qkgd,skd->kgqs', q, k, precision='highest') / jnp.sqrt(jnp.array(width, dtype))
-  scores = jnp.where(visible(segments, window), scores, -jnp.inf)
+  scores = jnp.where(visible(segments, kind), scores, -jnp.inf)
   top = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(dtype).min)  # finite where a row sees nothing
   weights = jnp.exp(scores - jax.lax.stop_gradient(top))
   total = weights.sum(-1, keepdims=True)
@@ -49,13 +47,12 @@ def backward(
   k: chex.Array,
   v: chex.Array,
   segments: chex.Array,
-  window: int | None,
+  kind: LayerKind,
   out: chex.Array,
   lse: chex.Array,
   dout: chex.Array,
 ) -> tuple[chex.Array, chex.Array, chex.Array]:
   """Returns `(dq, dk, dv)` by differentiating `forward`; `out` and `lse` are not needed."""
   del out, lse
-  chex.assert_equal_shape([q, dout])
-  _, pullback = jax.vjp(lambda *qkv: forward(*qkv, segments, window)[0], q, k, v)
+  _, pullback = jax.vjp(lambda q, k, v: forward(q, k, v, segments, kind)[0], q, k, v)
   return pullback(jnp.where((segments >= 0)[:, None, None], dout, 0))

@@ -1,0 +1,38 @@
+"""What one call of packed attention asks for, known before anything is traced. No JAX here."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from repack_jax.kinds import Array, LayerKind
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+  """The static side of a call.
+
+  Attributes:
+    kind: what queries see.
+    dtype: of queries, keys and values, by name: 'bfloat16'.
+    tokens: T, of the stream.
+    heads, kv_heads, head_dim: h, k and D.
+  """
+
+  kind: LayerKind
+  dtype: str
+  tokens: int
+  heads: int
+  kv_heads: int
+  head_dim: int
+
+  @classmethod
+  def of(cls, q: Array, k: Array, kind: LayerKind) -> AttentionCase:
+    """Returns the case of q [T, h, D] and k [T, k, D]."""
+    tokens, heads, head_dim = q.shape
+    return cls(kind, q.dtype.name, tokens, heads, k.shape[1], head_dim)
+
+  def at_degree(self, degree: int) -> AttentionCase:
+    """Returns what a rank in a group of `degree` ranks is asked for, where this is what a lone rank is."""
+    wire = self.kind.wire(self.heads, self.kv_heads, self.head_dim, self.dtype)
+    heads, kv_heads, _ = wire.rank_heads(degree)
+    return dataclasses.replace(self, tokens=degree * self.tokens, heads=heads, kv_heads=kv_heads)

@@ -1,0 +1,77 @@
+"""Layer kinds: what each sees by hand, and that all that a kind says of its mask is one mask. NumPy only."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from repack_jax.checks import ConfigError
+from repack_jax.kinds import KINDS, FullAttention, SlidingWindowAttention
+
+STREAMS = [[1], [2], [13], [7, 1, 1, 5, 2], [3, 3, 4, 9], [1] * 6]
+
+
+def with_setting(kind, value):
+  """The kind with all its settings that are whole numbers at one value."""
+  whole = [field.name for field in dataclasses.fields(kind) if field.type == 'int']
+  return kind(**dict.fromkeys(whole, value))
+
+
+VARIANTS = list(
+  dict.fromkeys(with_setting(kind, n) for kind in KINDS.values() for n in (1, 2, 3, 4, 7, 12, 13, 2**40))
+)
+
+
+def dense(kind, lengths):
+  """`(place, start, last, seen [query, key])` of samples end to end, by `sees`, one pair at a time."""
+  start = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+  last = np.repeat(np.cumsum(lengths) - 1, lengths)
+  seen = np.zeros((len(start),) * 2, bool)
+  for query, first in enumerate(start):
+    for key in range(first, last[query] + 1):
+      seen[query, key] = kind.sees(np.int32(query - first), np.int32(key - first))
+  return np.arange(len(start)), start, last, seen
+
+
+@pytest.mark.parametrize('dtype', [np.int32, np.int64])
+@pytest.mark.parametrize('kind', VARIANTS, ids=repr)
+def test_a_kind_is_one_mask(kind, dtype):
+  for lengths in STREAMS:
+    place, start, last, seen = dense(kind, lengths)
+    assert seen.diagonal().all() and not np.triu(seen, 1).any()
+    args = [x.astype(dtype) for x in (place, start, last)]
+    first_key, last_query = kind.first_key(*args[:2]), kind.last_query(*args)
+    assert first_key.dtype == last_query.dtype == dtype
+    # What a query sees is one interval up to itself; what sees a key, one from it on.
+    np.testing.assert_array_equal(seen, (place >= first_key[:, None]) & (place <= place[:, None]))
+    np.testing.assert_array_equal(seen.T, (place <= last_query[:, None]) & (place >= place[:, None]))
+    sizes = kind.pairs(np.array(lengths))
+    assert sizes.dtype == np.int64
+    ends = np.cumsum(lengths)
+    wanted = [seen[end - n : end].sum() for end, n in zip(ends, lengths, strict=True)]
+    np.testing.assert_array_equal(sizes, wanted)
+    reach = (np.arange(len(seen)) - first_key).max()
+    assert reach <= kind.reach_tokens(len(seen))
+    assert len(lengths) > 1 or reach == kind.reach_tokens(len(seen))
+
+
+@pytest.mark.parametrize('kind', VARIANTS, ids=repr)
+def test_pairs_are_exact_in_64_bits(kind):
+  assert kind.pairs(0) == 0
+  lengths = np.array([10, 2**31 - 1], np.int32)  # the whole triangle is just below 2^61
+  np.testing.assert_array_equal(kind.pairs(lengths), [kind.pairs(10), kind.pairs(2**31 - 1)])
+  assert kind.pairs(2**31 - 1) <= FullAttention().pairs(2**31 - 1) == (2**31 - 1) * 2**30
+
+
+def test_pairs_by_hand():
+  lengths = np.array([0, 1, 3, 7])
+  assert FullAttention().pairs(lengths).tolist() == [0, 1, 6, 28]
+  assert SlidingWindowAttention(window_tokens=3).pairs(lengths).tolist() == [0, 1, 6, 6 + 4 * 3]
+  assert SlidingWindowAttention(window_tokens=2**40).pairs(lengths).tolist() == [0, 1, 6, 28]
+
+
+def test_settings_are_checked():
+  with pytest.raises(ConfigError, match=r'SlidingWindowAttention.window_tokens = 0: must be at least 1'):
+    SlidingWindowAttention(window_tokens=0)
+  with pytest.raises(ConfigError, match='rope_theta'):
+    FullAttention(rope_theta=-1.0)
