@@ -48,7 +48,7 @@ def loss_and_gradients(mesh, params, arrays, program):
   return mapped(params, arrays)
 
 
-def train(mesh, batches, rate=0.5):
+def train(mesh, batches, rate=0.3):
   """Yields each batch's loss and plans."""
   params, step = init(jax.random.key(0)), jax.jit(loss_and_gradients, static_argnames=('mesh', 'program'))
   for batch in batches:
@@ -70,7 +70,7 @@ def samples(rng, lengths):
 if __name__ == '__main__':
   jax.config.update('jax_num_cpu_devices', 8)  # ranks emulated on this machine
   ranks = jax.make_mesh((2, 4), AXES, axis_types=(jax.sharding.AxisType.Auto,) * 2)
-  rng = np.random.default_rng(0)
-  for loss, plans in train(ranks, [samples(rng, (300, 90, 40, 20, 9, 5)) for _ in range(20)]):
-    print(f'loss {loss:.3f}')
+  batch = samples(np.random.default_rng(0), (200, 150, 60, 40, 9, 5))
+  for loss, plans in train(ranks, [batch] * 20):
+    print(f'loss {loss:.3f}, parents', *(f'SP{group.size}' for group in plans[0].parents if group.samples))
   print(plans[0].table())

@@ -236,7 +236,7 @@ def predicted_s(plan: Plan, costs: Costs) -> float:
   """Returns seconds of a micro-batch's layers and logits, both passes, if ranks meet at each layer.
 
   Those of a domain do where parameters are gathered a layer at a time and not ahead: a closed form of what
-  the simulator plays with `prefetch_layers = 0`, without the parameter collectives. The slowest domain's seconds.
+  the simulator plays with `prefetch_layers = 0`, without the parameter collectives. Of the slowest domain.
   """
   times = plan_times(plan, costs)
   starts = np.arange(0, plan.num_ranks, plan.domain_ranks)
