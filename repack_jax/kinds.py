@@ -146,4 +146,46 @@ class SlidingWindowAttention(LayerKind):
     return f'windows of {self.window_tokens:,} tokens'
 
 
-KINDS: dict[str, type[LayerKind]] = {kind.letter: kind for kind in (FullAttention, SlidingWindowAttention)}
+@dataclass(frozen=True)
+class ChunkedAttention(LayerKind):
+  """A query sees the tokens of its own chunk up to itself, as in the local layers of Llama 4.
+
+  Each sample is cut into chunks of `chunk_tokens` tokens from its first token on; the last may be shorter.
+  """
+
+  letter: ClassVar[str] = 'C'
+  layout: ClassVar[str] = CHILDREN
+  title: ClassVar[str] = 'chunked'
+
+  chunk_tokens: int = 8192
+
+  def __post_init__(self) -> None:
+    super().__post_init__()
+    check_min(self, 1, 'chunk_tokens')
+
+  def first_key(self, place: Array, start: Array) -> Array:
+    return place - (place - start) % min(self.chunk_tokens, place.shape[0])
+
+  def last_query(self, place: Array, start: Array, last: Array) -> Array:
+    return (self.first_key(place, start) + self.reach_tokens(place.shape[0])).clip(None, last)
+
+  def sees(self, query: Array, key: Array) -> Array:
+    chunk = min(self.chunk_tokens, _MOST_TOKENS)
+    return (key <= query) & (query // chunk == key // chunk)
+
+  def reach_tokens(self, tokens: int) -> int:
+    return min(self.chunk_tokens, tokens) - 1
+
+  def pairs(self, length: np.ndarray | int) -> np.ndarray:
+    length = np.asarray(length, np.int64)
+    chunk = length.clip(1, self.chunk_tokens)
+    whole, rest = np.divmod(length, chunk)
+    return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
+
+  def describe(self) -> str:
+    return f'chunks of {self.chunk_tokens:,} tokens'
+
+
+KINDS: dict[str, type[LayerKind]] = {
+  kind.letter: kind for kind in (FullAttention, SlidingWindowAttention, ChunkedAttention)
+}

@@ -36,7 +36,7 @@ from repack_jax.commands import command_line
 from repack_jax.config import DataConfig, ModelConfig, PlannerConfig, RunConfig, TrainConfig
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.data.samples import Sample
-from repack_jax.kinds import FullAttention, LayerKind, SlidingWindowAttention
+from repack_jax.kinds import ChunkedAttention, FullAttention, LayerKind, SlidingWindowAttention
 from repack_jax.ops.attention import IMPLEMENTATIONS, AttentionCase, attention, blockwise
 from repack_jax.parallel import mesh
 from repack_jax.plan.arrays import NO_TARGET, pack
@@ -156,7 +156,12 @@ def check_row(shapes: Shapes, name: str, kind: LayerKind) -> Row:
 
 def check_rows(shapes: Shapes, budget: Budget) -> list[Row]:
   rows: list[Row] = []
-  for kind in (FullAttention(), SlidingWindowAttention(window_tokens=shapes.check_window)):
+  local = shapes.check_window
+  for kind in (
+    FullAttention(),
+    SlidingWindowAttention(window_tokens=local),
+    ChunkedAttention(chunk_tokens=local),
+  ):
     words = kind_in_words(kind)
     case = AttentionCase(kind, shapes.dtype, shapes.check_tokens, shapes.check_heads, 1, shapes.width)
     for name in served(case):

@@ -9,8 +9,15 @@ import numpy as np
 import pytest
 
 from repack_jax.checks import ConfigError
-from repack_jax.kinds import FullAttention, LayerKind, SlidingWindowAttention
-from repack_jax.ops.attention import AttentionCase, attention, blockwise, choose_attention, get_attention
+from repack_jax.kinds import ChunkedAttention, FullAttention, LayerKind, SlidingWindowAttention
+from repack_jax.ops.attention import (
+  AttentionCase,
+  attention,
+  blockwise,
+  choose_attention,
+  get_attention,
+  reference,
+)
 
 FULL = FullAttention()
 
@@ -36,6 +43,10 @@ def pack(runs: list[int]) -> np.ndarray:
 
 def sliding(window_tokens: int) -> SlidingWindowAttention:
   return SlidingWindowAttention(window_tokens=window_tokens)
+
+
+def chunked(chunk_tokens: int) -> ChunkedAttention:
+  return ChunkedAttention(chunk_tokens=chunk_tokens)
 
 
 def short_name(kind: object) -> str | None:
@@ -87,7 +98,9 @@ def assert_near(results, wanted, tolerance):
     assert np.abs(got - want).max() <= tolerance * max(1, np.abs(want).max()), name
 
 
-@pytest.mark.parametrize('kind', [FULL, *map(sliding, (1, 2, 100, 2**40))], ids=short_name)
+@pytest.mark.parametrize(
+  'kind', [FULL, *map(sliding, (1, 2, 100, 2**40)), *map(chunked, (1, 100))], ids=short_name
+)
 @pytest.mark.parametrize('runs', PACKS.values(), ids=PACKS)
 def test_packs(runs, kind):
   segments = pack(runs)
@@ -162,6 +175,42 @@ def test_window_by_hand(name):
 
 
 @pytest.mark.parametrize('name', ['blockwise', 'reference'])
+def test_chunks_by_hand(name):
+  segments = pack([2, 7, -291])  # chunks are counted from where their sample begins, at 2
+  v = np.zeros((TOKENS, 2, 8))
+  v[2:9] = np.arange(7).reshape(7, 1, 1)
+  zero = np.zeros((TOKENS, 4, 8))
+  # Two query heads share a key/value head.
+  out, _, _, dv = run(name, [zero, zero[:, :2], v, zero + 0.5], segments, chunked(3))
+  np.testing.assert_allclose(out[2:9, 1, 1], [0, 0.5, 1, 3, 3.5, 4, 6], rtol=1e-6)
+  np.testing.assert_allclose(dv[2:9, 1, 1], np.array([11, 5, 2, 11, 5, 2, 6]) / 6, rtol=1e-6)
+
+
+@pytest.mark.parametrize('runs', ['giant', 'skewed'])
+@pytest.mark.parametrize('chunk_tokens', [1, 300, 2**40])
+def test_shortest_and_longest_chunks(runs, chunk_tokens):
+  segments, arrays = pack(PACKS[runs]), tensors(TOKENS, *HEADS)
+  results = run('blockwise', arrays, segments, chunked(chunk_tokens))
+  if chunk_tokens > 1:
+    wanted = run('blockwise', arrays, segments)
+    for got, want in zip(results, wanted, strict=True):
+      np.testing.assert_array_equal(got, want)
+  else:
+    q, k, v, dout = arrays
+    wanted = [v.repeat(2, 1), np.zeros_like(q), np.zeros_like(k), dout.reshape(TOKENS, 2, 2, 8).sum(2)]
+    assert_near(results, wanted, 3e-6)
+
+
+def test_settings_beyond_int32_mean_all_of_a_sample():
+  segments = jnp.asarray(pack(PACKS['skewed']))
+  wanted = reference.visible(segments, FULL)
+  for kind in (sliding(2**40), chunked(2**40)):
+    np.testing.assert_array_equal(reference.visible(segments, kind), wanted)
+    got = blockwise.visible_intervals(segments, kind)
+    np.testing.assert_array_equal(got, blockwise.visible_intervals(segments, FULL))
+
+
+@pytest.mark.parametrize('name', ['blockwise', 'reference'])
 def test_log_sum_exp(name):
   # Three equal scores of 0, then two; padding is 0 by agreement.
   zero = jnp.zeros((6, 2, 4))
@@ -172,17 +221,18 @@ def test_log_sum_exp(name):
 
 @pytest.mark.parametrize('poison', [np.nan, np.inf])
 @pytest.mark.parametrize('runs', ['padding_tail', 'padding_inside', 'all_padding'])
+@pytest.mark.parametrize('kind', [FULL, chunked(100)], ids=short_name)
 @pytest.mark.parametrize('name', ['blockwise', 'reference'])
-def test_padding_is_inert(name, runs, poison):
+def test_padding_is_inert(name, kind, runs, poison):
   segments = pack(PACKS[runs])
   clean = tensors(TOKENS, *HEADS)
   poisoned = [np.where((segments < 0)[:, None, None], poison, x) for x in clean]
-  for a, b in zip(run(name, clean, segments), run(name, poisoned, segments), strict=True):
+  for a, b in zip(*(run(name, x, segments, kind) for x in (clean, poisoned)), strict=True):
     np.testing.assert_array_equal(a, b)
     assert np.isfinite(b).all() and (b[segments < 0] == 0).all()
 
 
-@pytest.mark.parametrize('kind', [FULL, sliding(100)], ids=short_name)
+@pytest.mark.parametrize('kind', [FULL, sliding(100), chunked(100)], ids=short_name)
 def test_samples_are_isolated(kind):
   segments = pack([70, 90, 140])
   arrays = tensors(TOKENS, *HEADS)
@@ -229,17 +279,21 @@ def test_work_follows_tiles():
   assert tile_counts([1024], sliding(1)) == (16, 16)
   assert tile_counts([1024], sliding(65)) == (31, 31)  # the diagonal and one block before it
   assert tile_counts([1024], sliding(66)) == (45, 45)
+  assert tile_counts([1024], chunked(1)) == tile_counts([1024], chunked(64)) == (16, 16)
+  assert tile_counts([1024], chunked(128)) == (24, 24)  # eight triangles of two blocks
+  assert tile_counts([32, 992], chunked(64)) == (31, 31)  # chunks that lie across two blocks
   assert tile_counts([100, 28, 64, -832]) == (4, 4)  # blocks 0 and 1 share a sample, block 2 is alone
 
 
 def test_tiles_cover_what_is_visible_and_no_more():
   rng = np.random.default_rng(0)
-  for kind in (FULL, *map(sliding, (1, 7, 40, 1000))):
-    for _ in range(10):
-      runs = [int(n) for n in rng.integers(1, 90, 12) * rng.choice([1, 1, 1, -1], 12)]
-      runs.append(sum(map(abs, runs)) - 1088)  # one length, so that shapes compile once
-      segments, position = pack(runs), np.concatenate([np.arange(abs(n)) for n in runs])
-      seen = (segments[:, None] == segments) & (segments >= 0) & kind.sees(position[:, None], position)
+  for _ in range(10):
+    runs = [int(n) for n in rng.integers(1, 90, 12) * rng.choice([1, 1, 1, -1], 12)]
+    runs.append(sum(map(abs, runs)) - 1088)  # one length, so that shapes compile once
+    segments, position = pack(runs), np.concatenate([np.arange(abs(n)) for n in runs])
+    same = (segments[:, None] == segments) & (segments >= 0)
+    for kind in (FULL, *map(sliding, (1, 7, 40, 1000)), *map(chunked, (1, 7, 40, 1000))):
+      seen = same & kind.sees(position[:, None], position)
       touched = seen.reshape(len(segments) // 16, 16, -1, 16).any((1, 3))
       assert tile_counts(runs, kind, 16) == (touched.sum(),) * 2
 

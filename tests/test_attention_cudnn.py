@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as theirs
-from test_attention import FULL, PACKS, pack, short_name, sliding, tensors
+from test_attention import FULL, PACKS, chunked, pack, short_name, sliding, tensors
 
 from repack_jax.ops.attention import AttentionCase, attention, cudnn, get_attention, reference
 
@@ -26,24 +26,24 @@ def jitted(function):
   return jax.jit(function, static_argnums=4)
 
 
-def samples_of(segments):
-  """`(start, length)` of each sample, in order, by a plain loop."""
+def samples_of(segments, chunk_tokens=10**9):
+  """`(start, length)` of each sample, or chunk of it, in order, by a plain loop."""
   found, start = [], 0
   for i in range(1, len(segments) + 1):
-    if i == len(segments) or segments[i] != segments[start]:
+    if i == len(segments) or segments[i] != segments[start] or i - start == chunk_tokens:
       if segments[start] >= 0:
         found.append((start, i - start))
       start = i
   return found
 
 
-def calls_of(segments):
+def calls_of(segments, kind=FULL):
   """Every call that a pack leads to, as `(bucket, [(start, length)], stats_row)`."""
   padded, all_buckets = cudnn.buckets(len(segments))
   take_sequences = jax.jit(cudnn.take_sequences, static_argnums=1)
-  runs = jax.jit(cudnn.find_runs)(
-    jnp.pad(jnp.asarray(segments), (0, padded - len(segments)), constant_values=-1)
-  )
+  behind = (0, padded - len(segments))
+  segments = jnp.asarray(np.pad(segments, behind, constant_values=-1))
+  runs = jax.jit(cudnn.find_runs, static_argnums=1)(segments, kind)
   calls = []
   for bucket in all_buckets:
     rank, count = jax.jit(cudnn.rank_samples, static_argnums=1)(runs, bucket)
@@ -64,11 +64,13 @@ PACKS_HERE = {name: PACKS[name] for name in ('one_token_samples', 'all_padding',
 }
 
 
+@pytest.mark.parametrize('kind', [FULL, chunked(700)], ids=short_name)
 @pytest.mark.parametrize('runs', PACKS_HERE)
-def test_every_sample_is_served_once(runs):
+def test_every_sample_is_served_once(runs, kind):
   segments = pack(PACKS_HERE[runs])
-  calls = calls_of(segments)
-  assert sorted(sample for _, served, _ in calls for sample in served) == samples_of(segments)
+  calls = calls_of(segments, kind)
+  wanted = samples_of(segments) if kind == FULL else samples_of(segments, kind.chunk_tokens)
+  assert sorted(sample for _, served, _ in calls for sample in served) == wanted
   for bucket, served, row in calls:
     assert all(bucket.over_tokens < n <= bucket.row_tokens for _, n in served)
     expected = np.full(len(row), bucket.sequences * bucket.row_tokens)
@@ -147,7 +149,7 @@ def test_unserved_arguments_raise():
   with pytest.raises(ValueError, match='not for float32'):
     attention(x, x, x, segments, FULL, 'cudnn')
   x = x.astype(jnp.bfloat16)
-  with pytest.raises(ValueError, match='for full and sliding-window attention only, not for own'):
+  with pytest.raises(ValueError, match='for full, sliding-window, chunked attention only, not for own'):
     attention(x, x, x, segments, OwnKind(), 'cudnn')
   huge = jax.ShapeDtypeStruct((2**20, 32, 128), jnp.bfloat16)
   with pytest.raises(ValueError, match='32 bits'):
@@ -216,7 +218,7 @@ def emulated(call, target, results, layouts, operands):
   return jax.pure_callback(on_host, results, *operands)
 
 
-@pytest.mark.parametrize('kind', [FULL, sliding(33)], ids=short_name)
+@pytest.mark.parametrize('kind', [FULL, sliding(33), chunked(33)], ids=short_name)
 @pytest.mark.parametrize('runs', ['skewed', 'all_padding', 'padding_inside', 'one_token_samples', 'buckets'])
 def test_values_and_gradients_from_emulated_kernels(monkeypatch, runs, kind):
   monkeypatch.setattr(cudnn, '_custom_call', emulated)
@@ -261,7 +263,9 @@ def prune(config, like):
   return config
 
 
-@pytest.mark.parametrize('kind, window', [(FULL, None), (sliding(48), 48), (sliding(2**40), None)])
+@pytest.mark.parametrize(
+  'kind, window', [(FULL, None), (sliding(48), 48), (sliding(2**40), None), (chunked(48), None)]
+)
 def test_the_call_is_the_one_of_jax(monkeypatch, kind, window):
   """Name, config, types and layouts, as JAX's own module makes them for the same call."""
   (bucket,) = cudnn.buckets(256)[1]

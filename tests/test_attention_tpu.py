@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from test_attention import FULL, pack, short_name, sliding, tensors
+from test_attention import FULL, chunked, pack, short_name, sliding, tensors
 
 from repack_jax.kinds import LayerKind
 from repack_jax.ops.attention import AttentionCase, get_attention, pallas_tiles, pallas_tpu, reference
@@ -63,7 +63,7 @@ def assert_near(results, wanted, tolerance):
     assert np.abs(got - want).max() <= tolerance * max(1, np.abs(want).max()), name
 
 
-@pytest.mark.parametrize('kind', [FULL, sliding(1), sliding(130)], ids=short_name)
+@pytest.mark.parametrize('kind', [FULL, sliding(1), sliding(130), chunked(130)], ids=short_name)
 @pytest.mark.parametrize('runs', PACKS.values(), ids=PACKS)
 def test_packs(runs, kind):
   segments = pack(runs)
@@ -75,12 +75,13 @@ def test_packs(runs, kind):
     assert (x[segments < 0] == 0).all()
 
 
+@pytest.mark.parametrize('kind', [sliding(130), chunked(130)], ids=short_name)
 @pytest.mark.parametrize('runs', ['all_padding', 'padding_head', 'padding_inside', 'padding_tail'])
-def test_padding_is_inert(runs):
+def test_padding_is_inert(runs, kind):
   segments = pack(PACKS[runs])
   clean = tensors(TOKENS, 2, 1, 16)
   poisoned = [np.where((segments < 0)[:, None, None], np.nan, x) for x in clean]
-  results = (run('pallas', x, segments, sliding(130), SMALL) for x in (clean, poisoned))
+  results = (run('pallas', x, segments, kind, SMALL) for x in (clean, poisoned))
   for a, b in zip(*results, strict=True):
     np.testing.assert_array_equal(a, b)
 
@@ -165,7 +166,9 @@ def lists(kind: LayerKind, blocks: Blocks, parts: int):
   return jax.jit(both)
 
 
-@pytest.mark.parametrize('kind', [FULL, *map(sliding, (1, 40, 130))], ids=short_name)
+@pytest.mark.parametrize(
+  'kind', [FULL, *map(sliding, (1, 40, 130)), *map(chunked, (1, 130, 2**40))], ids=short_name
+)
 @pytest.mark.parametrize(
   'blocks, parts', [(Blocks(128, 128, 128, 128), 2), (SMALL, 1)], ids=['equal', 'unequal']
 )
@@ -184,7 +187,8 @@ def test_lists_hold_what_is_visible_and_one_tile_for_each_block(blocks, parts, k
       sizes = (blocks.query, blocks.key) if by_query else (blocks.key, blocks.query)
       wanted |= {(a, a * sizes[0] // sizes[1]) for a in range(len(table)) if not table[a].any()}
       assert list(zip(major.tolist(), minor.tolist(), strict=True)) == sorted(wanted)
-      assert len(runs) > 1 or runs[0] < 0 or cuts[-1] == limit  # one sample touches all that any pack can
+      # One sample touches all that any pack can, but for chunks, which lie elsewhere in every pack.
+      assert len(runs) > 1 or runs[0] < 0 or cuts[-1] == limit or kind == chunked(130)
       # Parts are not empty, and no block is in two.
       assert (np.diff(cuts) > 0).all() and len(cuts) == parts + 1
       assert all(major[c - 1] != major[c] for c in np.asarray(cuts)[1:-1])
@@ -194,7 +198,7 @@ def case(tokens=1024, heads=1, head_dim=128, dtype='bfloat16', kind=FULL):
   return AttentionCase(kind, dtype, tokens, heads, 1, head_dim)
 
 
-@pytest.mark.parametrize('kind', [FULL, sliding(4096)], ids=short_name)
+@pytest.mark.parametrize('kind', [FULL, sliding(4096), chunked(8192)], ids=short_name)
 @pytest.mark.parametrize('log2_tokens, groups', [(5, 1), (9, 16), (15, 8), (18, 4), (20, 1), (20, 3)])
 def test_chosen_blocks_fit(log2_tokens, groups, kind):
   for tokens in (2**log2_tokens, 2**log2_tokens + 1):

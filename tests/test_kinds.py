@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from repack_jax.checks import ConfigError
-from repack_jax.kinds import KINDS, FullAttention, SlidingWindowAttention
+from repack_jax.kinds import KINDS, ChunkedAttention, FullAttention, SlidingWindowAttention
 
 STREAMS = [[1], [2], [13], [7, 1, 1, 5, 2], [3, 3, 4, 9], [1] * 6]
 
@@ -63,15 +63,45 @@ def test_pairs_are_exact_in_64_bits(kind):
   assert kind.pairs(2**31 - 1) <= FullAttention().pairs(2**31 - 1) == (2**31 - 1) * 2**30
 
 
+def test_chunks_by_hand():
+  position = np.arange(7)
+  seen = ChunkedAttention(chunk_tokens=3).sees(position[:, None], position)
+  wanted = [[0], [0, 1], [0, 1, 2], [3], [3, 4], [3, 4, 5], [6]]
+  assert [row.nonzero()[0].tolist() for row in seen] == wanted
+  # Of the sample and not of the stream: one of 7 tokens that begins at place 2.
+  place = np.arange(9)
+  start, last = np.where(place < 2, 0, 2), np.where(place < 2, 1, 8)
+  kind = ChunkedAttention(chunk_tokens=3)
+  assert kind.first_key(place, start).tolist() == [0, 0, 2, 2, 2, 5, 5, 5, 8]
+  assert kind.last_query(place, start, last).tolist() == [1, 1, 4, 4, 4, 7, 7, 7, 8]
+
+
+@pytest.mark.parametrize('chunk_tokens', [7, 8, 2**31 - 1, 2**31, 2**40])
+def test_chunks_that_no_sample_fills_are_full_attention(chunk_tokens):
+  kind, position = ChunkedAttention(chunk_tokens=chunk_tokens), np.arange(7, dtype=np.int32)
+  np.testing.assert_array_equal(kind.sees(position[:, None], position), np.tri(7, dtype=bool))
+  assert (kind.first_key(position, 0 * position) == 0).all() and kind.pairs(7) == 28
+
+
+def test_chunks_of_one_token_see_themselves():
+  kind, position = ChunkedAttention(chunk_tokens=1), np.arange(7)
+  np.testing.assert_array_equal(kind.sees(position[:, None], position), np.eye(7, dtype=bool))
+  assert kind.pairs(7) == 7 and kind.reach_tokens(7) == 0
+
+
 def test_pairs_by_hand():
   lengths = np.array([0, 1, 3, 7])
   assert FullAttention().pairs(lengths).tolist() == [0, 1, 6, 28]
   assert SlidingWindowAttention(window_tokens=3).pairs(lengths).tolist() == [0, 1, 6, 6 + 4 * 3]
   assert SlidingWindowAttention(window_tokens=2**40).pairs(lengths).tolist() == [0, 1, 6, 28]
+  assert ChunkedAttention(chunk_tokens=3).pairs(lengths).tolist() == [0, 1, 6, 2 * 6 + 1]
+  assert ChunkedAttention(chunk_tokens=2**40).pairs(lengths).tolist() == [0, 1, 6, 28]
 
 
 def test_settings_are_checked():
   with pytest.raises(ConfigError, match=r'SlidingWindowAttention.window_tokens = 0: must be at least 1'):
     SlidingWindowAttention(window_tokens=0)
+  with pytest.raises(ConfigError, match=r'ChunkedAttention.chunk_tokens = 0: must be at least 1'):
+    ChunkedAttention(chunk_tokens=0)
   with pytest.raises(ConfigError, match='rope_theta'):
     FullAttention(rope_theta=-1.0)

@@ -14,6 +14,8 @@ hold fewer than 4 T' / M = S. Buckets go down by factors of 4, so every call is 
 tokens. A bucket without samples costs nothing: each is a loop whose trip count is data. The last one, of all
 shorter samples, goes round as often as it takes where they are more than S. So one program serves any pack.
 
+Chunked attention is full attention inside each chunk: there, chunks take the place of samples.
+
 A call sees the tokens as [T' / M, M, h, D] and not as [1, T', h, D], since it takes M from the shape; offsets
 count from the first element of all, so sequences lie across those rows as they like.
 
@@ -36,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from repack_jax.kinds import FullAttention, LayerKind, SlidingWindowAttention
+from repack_jax.kinds import ChunkedAttention, FullAttention, LayerKind, SlidingWindowAttention
 from repack_jax.ops.attention.case import AttentionCase
 
 # Sequences that a call has room for, over the tokens it sees as one row: also the factor between buckets.
@@ -53,7 +55,7 @@ _HEAD_DIM_MULTIPLE = 8
 _LEAST_CAPABILITY = (9, 0)
 _ELEMENT_TYPES = {'bfloat16': 'BF16', 'float16': 'F16'}
 _MAX_ELEMENTS = 2**31 - 1  # offsets are int32
-_KINDS: tuple[type[LayerKind], ...] = (FullAttention, SlidingWindowAttention)
+_KINDS: tuple[type[LayerKind], ...] = (FullAttention, SlidingWindowAttention, ChunkedAttention)
 
 _FORWARD_TARGET = '__cudnn$fmhaSoftmax'
 _BACKWARD_TARGET = '__cudnn$fmhaSoftmaxBackward'
@@ -112,7 +114,7 @@ class Sequences(NamedTuple):
 def why_not(case: AttentionCase) -> str | None:
   """Returns why cuDNN does not serve a case here, in a few words; None where it does."""
   if type(case.kind) not in _KINDS:
-    return f'for {" and ".join(kind.title for kind in _KINDS)} attention only, not for {case.kind.title}'
+    return f'for {", ".join(kind.title for kind in _KINDS)} attention only, not for {case.kind.title}'
   if case.dtype not in _ELEMENT_TYPES:
     return f'for {" and ".join(_ELEMENT_TYPES)} only, not for {case.dtype}'
   if case.head_dim > _MAX_HEAD_DIM or case.head_dim % _HEAD_DIM_MULTIPLE:
@@ -162,14 +164,16 @@ def buckets(tokens: int) -> tuple[int, tuple[Bucket, ...]]:
   return padded, tuple(reversed(made))
 
 
-def find_runs(segments: chex.Array) -> Runs:
-  """The samples of `segments` int32 [T'], each one contiguous run, -1 for padding."""
+def find_runs(segments: chex.Array, kind: LayerKind) -> Runs:
+  """Returns the samples, or chunks, of `segments` int32 [T'], each one contiguous run, -1 for padding."""
   (tokens,) = segments.shape
   place = jnp.arange(tokens, dtype=jnp.int32)
   change, edge = segments[1:] != segments[:-1], jnp.ones(1, bool)
   begins, ends = jnp.concatenate([edge, change]), jnp.concatenate([change, edge])
   start = jax.lax.cummax(jnp.where(begins, place, 0))
   last = jax.lax.cummin(jnp.where(ends, place, tokens - 1), reverse=True)
+  if isinstance(kind, ChunkedAttention):
+    start, last = kind.first_key(place, start), kind.last_query(place, start, last)
   return Runs(place, start, jnp.where(segments >= 0, last - start + 1, 0))
 
 
@@ -242,7 +246,7 @@ def forward(
     return jnp.where(served[..., None], new, out), jnp.where(served, new_lse, lse)
 
   start = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
-  out, lse = _all_rounds(all_buckets, find_runs(segments), body, start)
+  out, lse = _all_rounds(all_buckets, find_runs(segments, kind), body, start)
   return out[:tokens], lse[:tokens]
 
 
@@ -271,7 +275,7 @@ def backward(
     return tuple(jnp.where(served, x, old) for x, old in zip(new, carry, strict=True))
 
   start = tuple(map(jnp.zeros_like, (q, k, v)))
-  return tuple(x[:tokens] for x in _all_rounds(all_buckets, find_runs(segments), body, start))
+  return tuple(x[:tokens] for x in _all_rounds(all_buckets, find_runs(segments, kind), body, start))
 
 
 def _all_rounds(all_buckets: tuple[Bucket, ...], runs: Runs, body: Callable, carry: tuple) -> tuple:
