@@ -10,13 +10,14 @@ if TYPE_CHECKING:
   from repack_jax.config.cluster import ClusterConfig
   from repack_jax.config.run import PlannerConfig
   from repack_jax.exchange.ulysses import repacked_attention
-  from repack_jax.kinds import FullAttention, SlidingWindowAttention
+  from repack_jax.kinds import ChunkedAttention, FullAttention, SlidingWindowAttention
   from repack_jax.plan.arrays import pack
   from repack_jax.plan.wire import Wire
   from repack_jax.predict.costs import Costs, LayerCosts
   from repack_jax.solver import solve
 
 _HOMES = {
+  'ChunkedAttention': 'kinds',
   'ClusterConfig': 'config.cluster',
   'Costs': 'predict.costs',
   'FullAttention': 'kinds',
@@ -29,6 +30,7 @@ _HOMES = {
   'solve': 'solver',
 }
 __all__ = [
+  'ChunkedAttention',
   'ClusterConfig',
   'Costs',
   'FullAttention',
