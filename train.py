@@ -100,7 +100,7 @@ class Setup:
     from repack_jax.training.hooks import Every
     from repack_jax.training.planned_steps import planned_steps
 
-    hooks = []
+    hooks: list[Every[PlannedStep]] = []
     if workdir is not None:
       hooks.append(Every(self.run.train.draw_every_steps, lambda planned: _draw(self.run, workdir, planned)))
     batches = Batcher(self.run.data, self.source, data_state, self.index)

@@ -18,9 +18,15 @@ KINDS = (rj.FullAttention(), rj.SlidingWindowAttention(window_tokens=16))  # one
 # What costs what, in seconds of a rank. The rates are made up: 10^8 operations/s, 10^8 and 10^7 bytes/s.
 CLUSTER = rj.ClusterConfig(nodes=2, ranks_per_node=4, intra_node_bytes_per_s=1e8, inter_node_bytes_per_s=1e7)
 WIRE = rj.Wire.of_attention(HEADS, KV_HEADS, WIDTH, 'float32')
-LAYERS = tuple(rj.LayerCosts(kind.layout, lambda n, kind=kind: kind.flops(WIRE, n) / 1e8) for kind in KINDS)
-COSTS, PLANNER = rj.Costs(CLUSTER, WIRE, LAYERS), rj.PlannerConfig(capacity_tokens=64)
+PLANNER = rj.PlannerConfig(capacity_tokens=64)
 Sample = namedtuple('Sample', ['tokens', 'targets'])  # int32 [n] each; target -1: none
+
+
+def layer(kind):
+  return rj.LayerCosts(kind.layout, lambda lengths: kind.flops(WIRE, lengths) / 1e8)
+
+
+COSTS = rj.Costs(CLUSTER, WIRE, tuple(map(layer, KINDS)))
 
 
 def init(key):
@@ -32,8 +38,8 @@ def rank_loss(params, batch, program):
   """The sum over this rank's own tokens."""
   x = params['table'][batch.tokens]
   for kind, qkv, out in zip(KINDS, params['qkv'], params['out'], strict=True):
-    heads = jnp.split((x @ qkv).reshape(len(x), -1, WIDTH), (HEADS, HEADS + KV_HEADS), axis=1)
-    x += rj.repacked_attention(kind, *heads, batch, program, AXES).reshape(len(x), -1) @ out
+    q, k, v = jnp.split((x @ qkv).reshape(len(x), -1, WIDTH), (HEADS, HEADS + KV_HEADS), axis=1)
+    x += rj.repacked_attention(kind, q, k, v, batch, program, AXES).reshape(len(x), -1) @ out
   losses = -jnp.take_along_axis(jax.nn.log_softmax(x @ params['table'].T), batch.targets[:, None], axis=1)
   return jnp.where(batch.targets >= 0, losses[:, 0], 0).sum()
 

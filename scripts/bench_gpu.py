@@ -142,7 +142,9 @@ def check_row(shapes: Shapes, name: str, kind: LayerKind) -> Row:
   poisoned = [jnp.where(padding, jnp.nan, x) for x in clean]
 
   def run(name, arrays):
-    return jax.jit(lambda *xs: both_passes(lambda *qkv: attention(*qkv, segments, kind, name), *xs))(*arrays)
+    return jax.jit(lambda *xs: both_passes(lambda q, k, v: attention(q, k, v, segments, kind, name), *xs))(
+      *arrays
+    )
 
   got = run(name, poisoned)
   want = run('reference', [x.astype(jnp.float32) for x in clean])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from typing import Any
 
 import bench_common
 import jax
@@ -36,6 +37,8 @@ from repack_jax.solver import solve
 from repack_jax.training.context import StepContext
 from repack_jax.training.step import TrainStep
 
+Row = dict[str, Any]
+
 
 class PlainContext(StepContext):
   """The same layers without groups: attention on the rank's own tokens, no exchange."""
@@ -49,7 +52,7 @@ def plans_of(run: RunConfig, batch: Batch, mode: str) -> tuple[Plan, ...]:
   return solve([len(sample) for sample in batch.samples], model_costs(run.cluster, run.model), planner).plans
 
 
-def mode_rows(run: RunConfig, batches: list, rounds: int) -> list[dict[str, object]]:
+def mode_rows(run: RunConfig, batches: list, rounds: int) -> list[Row]:
   """Seconds of a step and tokens/s of each mode, over the same batches."""
   step = TrainStep(run, mesh.make_mesh(run.cluster), Decoder(run.model))
   state, sums = step.init_state(), step.zero_sums()
@@ -99,7 +102,7 @@ def mode_rows(run: RunConfig, batches: list, rounds: int) -> list[dict[str, obje
   return rows
 
 
-def one_rank_rows(run: RunConfig, batch, rounds: int) -> list[dict[str, object]]:
+def one_rank_rows(run: RunConfig, batch, rounds: int) -> list[Row]:
   """One rank's forward and backward pass against the same model without plans, exchange and shard_map."""
   bench_common.progress('one rank')
   cluster = dataclasses.replace(run.cluster, nodes=1, ranks_per_node=1)

@@ -27,13 +27,12 @@ import numpy as np
 from jax import lax
 
 from repack_jax.commands import command_line
-from repack_jax.config import FULL, ModelConfig, RunConfig
+from repack_jax.config import ModelConfig, RunConfig
 from repack_jax.config.gin_files import load
 from repack_jax.kinds import FullAttention
 from repack_jax.ops.attention import AttentionCase, choose_attention
 from repack_jax.parallel import mesh
-from repack_jax.predict import flops
-from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD
+from repack_jax.predict.costs import ATTENTION_BACKWARD_OVER_FORWARD
 
 ROUNDS = 15
 PROGRAM_S = 0.05  # a timed program repeats its step for about this long, which launching it must not distort
@@ -109,7 +108,7 @@ def timed(device_mesh: jax.sharding.Mesh, cases: Mapping[str, Case], budget_s: f
 def layer_widths(model: ModelConfig) -> dict[int, int]:
   """Width f -> how often a token's d_model values meet a [d, f] or an [f, d] matrix in all layers.
 
-  Routers and logits are left out: the ones are small, the others not of a layer.
+  Routers, which are small, and logits, which are no layer's, are left out.
   """
   counts: dict[int, int] = {}
   for layer in range(model.num_layers):
@@ -179,7 +178,7 @@ def attention_rate(run: RunConfig, device_mesh: jax.sharding.Mesh, budget_s: flo
   place = mesh.sharding(device_mesh, mesh.RANK_BLOCKS)
   segments = jax.device_put(np.zeros((device_mesh.size, tokens), np.int32), place)
   seconds = timed(device_mesh, {'attention': Case(step, carry, (segments,))}, budget_s)['attention']
-  counted = (1 + ATTENTION_BACKWARD_OVER_FORWARD) * int(flops.attention_flops(model, tokens, FULL))
+  counted = (1 + ATTENTION_BACKWARD_OVER_FORWARD) * int(kind.flops(model.wire, tokens))
   how = (
     f'{impl.name}, forward and backward, one document of {tokens} tokens, {model.num_heads}/'
     f'{model.num_kv_heads} heads of {model.head_dim}, {model.compute_dtype}'
@@ -224,8 +223,8 @@ def link_rates(
 
   # The largest is what a dispatch carries in this config, within bounds.
   itemsize = jnp.dtype(model.compute_dtype).itemsize
-  heads = model.num_heads + 2 * model.num_kv_heads
-  dispatched = run.planner.capacity_tokens * heads * model.head_dim * itemsize
+  wire = model.wire
+  dispatched = run.planner.capacity_tokens * sum(wire.operand_heads) * wire.head_dim * wire.itemsize
   largest = min(max(dispatched, LARGEST_BYTES[0]), LARGEST_BYTES[1])
   parts = [max(1, largest // 4**i // peers // itemsize) for i in reversed(range(SIZES))]
   cases = {

@@ -39,10 +39,11 @@ def _logits(hidden: jax.Array, rows: jax.Array, entries: jax.Array, vocab: int) 
 def _forward(chunk, hidden, table, targets):
   def body(carry, xs):
     top, total, target_logit = carry
-    logits = _logits(hidden, *xs, table.shape[0])
+    rows, entries = xs
+    logits = _logits(hidden, rows, entries, table.shape[0])
     new_top = jnp.maximum(top, logits.max(axis=1))
     total = total * jnp.exp(top - new_top) + jnp.exp(logits - new_top[:, None]).sum(axis=1)
-    hit = targets[:, None] == xs[1]
+    hit = targets[:, None] == entries
     return (new_top, total, target_logit + jnp.where(hit, logits, 0).sum(axis=1)), None
 
   zeros = jnp.zeros(hidden.shape[0], jnp.float32)

@@ -123,7 +123,8 @@ def parameter_spec(shape: tuple[int, ...], expert_axis: int | None, mesh: Mesh) 
   parameter with no such dimension is replicated. All copies along `data` are equal.
   """
   entries: list[object] = [None] * len(shape)
-  axes, ways = DOMAIN_AXES[::-1], domain_size(mesh)
+  axes: tuple[str, ...] = DOMAIN_AXES[::-1]
+  ways = domain_size(mesh)
   if expert_axis is not None:
     entries[expert_axis] = LOCAL_AXIS
     axes, ways = (NODE,), mesh.shape[NODE]

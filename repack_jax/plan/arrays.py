@@ -8,11 +8,13 @@ widest group that the program knows (its degree times T).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from repack_jax.plan.plan import CHILDREN, PARENTS, Plan, Program
+
+Array = Any  # NumPy's as packed, JAX's on the devices
 
 PADDING_SEGMENT = -1
 NO_TARGET = -1
@@ -30,11 +32,11 @@ class Route(NamedTuple):
       tokens of each child) and past the stream.
   """
 
-  log2_size: np.ndarray
-  first: np.ndarray
-  place: np.ndarray
-  counts: np.ndarray
-  segments: np.ndarray
+  log2_size: Array
+  first: Array
+  place: Array
+  counts: Array
+  segments: Array
 
 
 class PlanArrays(NamedTuple):
@@ -49,10 +51,10 @@ class PlanArrays(NamedTuple):
     parents, children: the routes of the two layouts.
   """
 
-  tokens: np.ndarray
-  targets: np.ndarray
-  positions: np.ndarray
-  segments: np.ndarray
+  tokens: Array
+  targets: Array
+  positions: Array
+  segments: Array
   parents: Route
   children: Route
 

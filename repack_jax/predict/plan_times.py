@@ -216,7 +216,7 @@ def _redistributed(plan: Plan, costs: Costs) -> LayoutTimes:
 
 
 def _moved(
-  before: np.ndarray, after: np.ndarray, starts: np.ndarray, ranks_per_node: int, row_bytes: int
+  before: np.ndarray, after: np.ndarray, starts: np.ndarray, ranks_per_node: int, row_bytes: float
 ) -> Traffic:
   """Bytes each rank sends where runs of the groups' streams change owners."""
   ranks = len(before)

@@ -42,7 +42,7 @@ def lower_bound_s(lengths: Sequence[int] | np.ndarray, costs: Costs, config: Pla
   if cluster.prefetch_layers == 0 and cluster.domains == 1:
     return own_s + sum(max(mean_s, float(longest_s.max())) for mean_s, longest_s in of_layer)
   mean_s = sum(mean_s for mean_s, _ in of_layer)
-  return own_s + max(mean_s, float(sum(longest_s for _, longest_s in of_layer).max()))
+  return own_s + max(mean_s, float(np.sum([longest_s for _, longest_s in of_layer], axis=0).max()))
 
 
 def _attention_bounds_s(

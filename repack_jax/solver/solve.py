@@ -149,7 +149,7 @@ class _Batch:
       longest = int(self.lengths.max())
       degree = config.static_sp_degree or config.smallest_degree(self.degrees, longest)
       plan = self._built(domains, [domain.static(degree) for domain in domains])
-      return plan and (plan, None)
+      return None if plan is None else (plan, None)
     pairs = [(domain, found) for domain in domains if (found := domain.parents()) is not None]
     if len(pairs) < len(domains):
       return None

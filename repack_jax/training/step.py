@@ -78,7 +78,7 @@ class TrainState(NamedTuple):
   params: Tree
   optimizer: Tree
   carry: Tree
-  step: jax.Array
+  step: Any
 
 
 class Sums(NamedTuple):
@@ -241,11 +241,13 @@ class TrainStep:
       widest_slots = program.degrees(layout)[-1] * slots
       return Route(shape(), shape(), shape(), shape(program.span(layout)), shape(widest_slots))
 
-    return PlanArrays(*(shape(slots) for _ in range(4)), route(PARENTS), route(CHILDREN))
+    of_slots = shape(slots)
+    return PlanArrays(of_slots, of_slots, of_slots, of_slots, route(PARENTS), route(CHILDREN))
 
   def memory_bytes(self, compiled: jax.stages.Compiled) -> dict[str, int]:
     """Returns what a rank holds while the compiled `accumulate` runs, by purpose."""
     state, analysis = self.state_shapes(), compiled.memory_analysis()
+    assert analysis is not None, 'this backend does not say what a program takes'
 
     def shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
       assert leaf.sharding is not None
