@@ -90,6 +90,12 @@ class _Batch:
     self.lengths, self.costs, self.cluster, self.config = lengths, costs, costs.cluster, config
     self.degrees = costs.degrees(config)
     self.row_tokens = costs.wire.row_tokens(self.degrees[-1], costs.cluster.wire_row_bytes)
+    if config.capacity_tokens % self.row_tokens:
+      raise PlanError(
+        f'a capacity of {config.capacity_tokens} is not a multiple of {self.row_tokens} tokens, which fill a '
+        f'row of ClusterConfig.wire_row_bytes = {self.cluster.wire_row_bytes}: change '
+        'PlannerConfig.capacity_tokens'
+      )
     self.longest_first = np.argsort(-lengths, kind='stable')
     self._simulated: dict[tuple[int, ...], tuple[tuple[Plan, ...], Simulated]] = {}
 
