@@ -1,4 +1,4 @@
-"""Adversarial batches and hand-made plans, shared by tests and benchmarks."""
+"""Hand-made plans, random ones, and documents whose every token is known: what several tests share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,51 @@ import dataclasses
 
 import numpy as np
 
-from repack_jax.plan.plan import Group, Plan
+from repack_jax.data.samples import NO_TARGET, Sample
+from repack_jax.plan.arrays import PlanArrays, pack
+from repack_jax.plan.plan import Group, Plan, Program
+from repack_jax.plan.wire import Wire
+
+
+def wire_of(num_heads: int, num_kv_heads: int) -> Wire:
+  return Wire.of_attention(num_heads, num_kv_heads, 2, 'float32')
+
+
+# Two nodes of two ranks: an SP4 parent over both, its children SP2 on node 0 and twice SP1 on node 1.
+PLAN = Plan(
+  sample_ids=(5, 2, 7, 4),
+  lengths=(5, 3, 2, 1),
+  parents=(Group(0, 4, (0, 1, 3, 2)),),
+  children=(Group(0, 2, (0, 1)), Group(2, 1, (3, 2)), Group(3, 1)),
+  mode='repack',
+  capacity_tokens=4,
+  num_ranks=4,
+  domain_ranks=4,
+  ranks_per_node=2,
+).validate(wire_of(8, 2))
+
+# The same with solo samples on ranks 0 and 3, on rank 3 two.
+SOLO = dataclasses.replace(
+  PLAN,
+  sample_ids=(5, 2, 7, 4, 0, 8, 1),
+  lengths=(5, 3, 2, 1, 2, 1, 3),
+  solo=(Group(0, 1, (4,)), Group(3, 1, (6, 5))),
+  mode='solve',
+  capacity_tokens=6,
+).validate(wire_of(8, 2))
+
+
+def document(number: int, length: int) -> Sample:
+  """Tokens 1 ... length of document 0, 1001 ... of document 1, and so on, so that each token is known."""
+  tokens = np.arange(1, length + 1, dtype=np.int32) + 1000 * number
+  return Sample(number, 0, tokens, np.append(tokens[1:], NO_TARGET).astype(np.int32))
+
+
+def packed(plan: Plan, program: Program | None = None) -> PlanArrays:
+  """A plan's documents, numbered by its sample ids, packed for a program, its own without one."""
+  length_of = dict(zip(plan.sample_ids, plan.lengths, strict=True))
+  batch = [document(number, length_of.get(number, 1)) for number in range(max(length_of, default=0) + 1)]
+  return pack(plan, batch, program or plan.program(plan.domain_ranks))
 
 
 def random_plan(

@@ -5,10 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from repack_jax.config import FULL, MODES, SPARSE, ClusterConfig, ModelConfig, PlannerConfig
+from repack_jax.config import MODES, ClusterConfig, ModelConfig, PlannerConfig
 from repack_jax.kinds import SlidingWindowAttention
-from repack_jax.plan.plan import Plan
-from repack_jax.predict.cost_model import CostModel
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS
+from repack_jax.predict.cost_model import model_costs
+from repack_jax.predict.costs import Costs
 from repack_jax.predict.plan_times import predicted_s
 from repack_jax.predict.simulator import simulate
 from repack_jax.solver import solve
@@ -24,7 +25,7 @@ MODELS = {
   'dense': dataclasses.replace(MODEL, num_experts=0, pattern='SF').with_kind(
     SlidingWindowAttention(window_tokens=60)
   ),
-  'sparse only': dataclasses.replace(MODEL, pattern='S'),
+  'windows only': dataclasses.replace(MODEL, pattern='S'),
 }
 # The bounds leave out latencies, so there are none here.
 RATES = {
@@ -51,21 +52,27 @@ def random_lengths(rng: np.random.Generator, longest: int) -> list[int]:
   return [longest] + [int(rng.integers(1, 9))] * count
 
 
-class Bounded(CostModel):
+def costs_of(mesh: str | tuple[int, int, int], model: ModelConfig = MODEL, **changes: float) -> Costs:
+  return model_costs(cluster_of(mesh, **changes), model)
+
+
+def bounded(costs: Costs) -> Costs:
   """What the bounds leave out takes no time, so that it hides no mistake: parameters and the update."""
-
-  def _collective_s(self, whole: float, spread: float) -> float:
-    return 0.0
-
-  def data_reduce_s(self) -> float:
-    return 0.0
-
-  def optimizer_s(self) -> float:
-    return 0.0
+  layers = tuple(dataclasses.replace(layer, gather_s=0.0, reduce_s=0.0) for layer in costs.layers)
+  return dataclasses.replace(
+    costs, layers=layers, table_gather_s=0.0, table_reduce_s=0.0, data_reduce_s=0.0, optimizer_s=0.0
+  )
 
 
-def played_s(plans: list[Plan], cluster: ClusterConfig, model: ModelConfig) -> float:
-  return simulate(Bounded(cluster, model), plans).step_s
+def played_s(lengths: list[int], costs: Costs, config: PlannerConfig) -> float:
+  """The step of the planner's plans, but for what the bounds leave out."""
+  return simulate(bounded(costs), solve(lengths, costs, config).plans).step_s
+
+
+def own_s(costs: Costs) -> float:
+  """A token in all passes where it lies: the logits, and layers with a forward pass more for remat."""
+  layers_s = sum(layer.before_s + layer.after_s for layer in costs.layers)
+  return costs.logits_s + 4 * layers_s
 
 
 @pytest.mark.parametrize('name', MODELS)
@@ -74,62 +81,58 @@ def test_no_plan_is_faster(mesh, name):
   model = MODELS[name]
   rng = np.random.default_rng(len(mesh) + len(name))
   for number in range(8):
-    clusters = {ahead: cluster_of(mesh, prefetch_layers=ahead) for ahead in (0, 1)}
+    meeting, drifting = (costs_of(mesh, model, prefetch_layers=ahead) for ahead in (0, 1))
     capacity = int(rng.choice([8, 64, 200]))
-    lengths = random_lengths(rng, min(16, clusters[0].domain_ranks) * capacity)
+    lengths = random_lengths(rng, min(16, meeting.cluster.domain_ranks) * capacity)
     for mode in MODES:
       config = PlannerConfig(mode=mode, capacity_tokens=capacity, capacity_step_tokens=number % 2)
-      for cluster in clusters.values():
-        plans = solve(lengths, cluster, model, config)
-        bound_s = lower_bound_s(lengths, cluster, model, config)
-        assert bound_s * (1 - 1e-9) <= sum(predicted_s(plan, CostModel(cluster, model)) for plan in plans)
-        assert bound_s * (1 - 1e-9) <= played_s(plans, cluster, model)
-      bounds_s = [lower_bound_s(lengths, cluster, model, config) for cluster in clusters.values()]
-      assert compute_bound_s(lengths, clusters[0], model) * (1 - 1e-9) <= bounds_s[1]
+      for costs in (meeting, drifting):
+        plans = solve(lengths, costs, config).plans
+        bound_s = lower_bound_s(lengths, costs, config)
+        assert bound_s * (1 - 1e-9) <= sum(predicted_s(plan, costs) for plan in plans)
+        assert bound_s * (1 - 1e-9) <= simulate(bounded(costs), plans).step_s
+      bounds_s = [lower_bound_s(lengths, costs, config) for costs in (meeting, drifting)]
+      assert compute_bound_s(lengths, meeting) * (1 - 1e-9) <= bounds_s[1]
       assert bounds_s[0] * (1 + 1e-9) >= bounds_s[1]
 
 
 def test_computation_by_hand():
-  """All work over all ranks: linear work four times as there is remat, attention 3.5 and logits 3 times."""
+  """All work over all ranks: linear work four times as there is remat, attention 3.5 times, all logits."""
   lengths = [5, 30]
-  cluster = cluster_of('two domains')
-  cost = CostModel(cluster, MODEL)
-  attention_s = sum(float(cost.attention_s(np.array(lengths), kind).sum()) for kind in 'FSSS')
-  a_token_s = 4 * sum(cost.before_s() + cost.after_s(i) + cost.routed_s(i) for i in range(4))
-  expected = (35 * (a_token_s + 3 * cost.logits_s()) + 3.5 * attention_s) / 8
-  assert compute_bound_s(lengths, cluster, MODEL) == pytest.approx(expected)
-  without = dataclasses.replace(MODEL, remat='none')
-  saved = 35 * sum(cost.before_s() + cost.after_s(i) + cost.routed_s(i) for i in range(4)) / 8
-  assert compute_bound_s(lengths, cluster, without) == pytest.approx(expected - saved)
-  assert lower_bound_s([], cluster, MODEL, PlannerConfig()) == 0
-  assert compute_bound_s([], cluster, MODEL) == 0
+  costs = costs_of('two domains')
+  attention_s = sum(float(layer.attention_s(np.array(lengths)).sum()) for layer in costs.layers)
+  forward_s = sum(layer.before_s + layer.after_s + layer.routed_s for layer in costs.layers)
+  expected = (35 * (4 * forward_s + costs.logits_s) + 3.5 * attention_s) / 8
+  assert compute_bound_s(lengths, costs) == pytest.approx(expected)
+  without = costs_of('two domains', dataclasses.replace(MODEL, remat='none'))
+  assert compute_bound_s(lengths, without) == pytest.approx(expected - 35 * forward_s / 8)
+  assert lower_bound_s([], costs, PlannerConfig()) == 0
+  assert compute_bound_s([], costs) == 0
 
 
 @pytest.mark.parametrize('name', MODELS)
 def test_one_rank_reaches_the_bound(name):
   """There is nothing to balance and nobody to wait for."""
-  cluster = cluster_of('one rank')
+  costs = costs_of('one rank', MODELS[name])
   config = PlannerConfig(capacity_tokens=64, capacity_step_tokens=1)
-  plans = solve([20, 7, 3], cluster, MODELS[name], config)
-  bound_s = lower_bound_s([20, 7, 3], cluster, MODELS[name], config)
-  assert bound_s == pytest.approx(compute_bound_s([20, 7, 3], cluster, MODELS[name]))
-  assert bound_s == pytest.approx(played_s(plans, cluster, MODELS[name]))
+  bound_s = lower_bound_s([20, 7, 3], costs, config)
+  assert bound_s == pytest.approx(compute_bound_s([20, 7, 3], costs))
+  assert bound_s == pytest.approx(played_s([20, 7, 3], costs, config))
 
 
 def test_samples_that_fit_a_rank_need_no_exchange():
   """And those that do not need that of the narrowest group that holds them, or a cheaper one."""
   model = dataclasses.replace(MODELS['dense'], pattern='F')
-  cluster = cluster_of('two nodes', prefetch_layers=0)
-  cost, config = CostModel(cluster, model), PlannerConfig(capacity_tokens=16)
-  computed_s = compute_bound_s([16] * 8, cluster, model)
-  assert lower_bound_s([16] * 8, cluster, model, config) == pytest.approx(computed_s)
-  computed_s = compute_bound_s([128], cluster, model)
-  exchanged_s = 4 * 2 * 128 / 8 * cost.exchange_s(8)  # only SP8 holds it
-  assert lower_bound_s([128], cluster, model, config) == pytest.approx(computed_s + exchanged_s)
-  narrowest = min(cost.exchange_s(degree) for degree in (2, 4, 8))
-  lower = lower_bound_s([32] * 8, cluster, model, config)
-  assert lower == pytest.approx(compute_bound_s([32] * 8, cluster, model) + 4 * 2 * 32 * narrowest)
-  assert lower_bound_s([32] * 8, cluster, model, dataclasses.replace(config, max_sp_degree=2)) >= lower
+  costs, config = costs_of('two nodes', model, prefetch_layers=0), PlannerConfig(capacity_tokens=16)
+  computed_s = compute_bound_s([16] * 8, costs)
+  assert lower_bound_s([16] * 8, costs, config) == pytest.approx(computed_s)
+  computed_s = compute_bound_s([128], costs)
+  exchanged_s = 4 * 2 * 128 / 8 * costs.exchange_s(8)  # only SP8 holds it
+  assert lower_bound_s([128], costs, config) == pytest.approx(computed_s + exchanged_s)
+  narrowest = min(costs.exchange_s(degree) for degree in (2, 4, 8))
+  lower = lower_bound_s([32] * 8, costs, config)
+  assert lower == pytest.approx(compute_bound_s([32] * 8, costs) + 4 * 2 * 32 * narrowest)
+  assert lower_bound_s([32] * 8, costs, dataclasses.replace(config, max_sp_degree=2)) >= lower
 
 
 def test_slowest_sample_by_hand():
@@ -138,16 +141,12 @@ def test_slowest_sample_by_hand():
   config = PlannerConfig(capacity_tokens=100)
   slow = {'intra_node_bytes_per_s': 1, 'inter_node_bytes_per_s': 1}
   lengths = [100] + [2] * 6
-  meeting, drifting = (cluster_of('a node', prefetch_layers=ahead, **slow) for ahead in (0, 1))
-  cost = CostModel(meeting, model)
-  own_s = (
-    sum(lengths) / 8 * (3 * cost.logits_s() + 4 * sum(cost.before_s() + cost.after_s(i) for i in (0, 1)))
-  )
-  longest_s = 3.5 * sum(float(cost.attention_s(100, kind)) for kind in (FULL, SPARSE))
-  for cluster in (meeting, drifting):
-    assert lower_bound_s(lengths, cluster, model, config) == pytest.approx(own_s + longest_s)
-    plans = solve(lengths, cluster, model, config)
-    assert played_s(plans, cluster, model) >= own_s + longest_s
+  for ahead in (0, 1):  # where ranks meet at each layer, and where they drift
+    costs = costs_of('a node', model, prefetch_layers=ahead, **slow)
+    longest_s = 3.5 * sum(float(layer.attention_s(np.array([100]))[0]) for layer in costs.layers)
+    expected = sum(lengths) / 8 * own_s(costs) + longest_s
+    assert lower_bound_s(lengths, costs, config) == pytest.approx(expected)
+    assert played_s(lengths, costs, config) >= expected
 
 
 def test_where_ranks_drift_layers_balance_each_other():
@@ -156,16 +155,15 @@ def test_where_ranks_drift_layers_balance_each_other():
   model = model.with_kind(SlidingWindowAttention(window_tokens=4))
   config = PlannerConfig(capacity_tokens=80, max_sp_degree=1)
   lengths = [80] + [4] * 40
-  clusters = [cluster_of((1, 1, 2), prefetch_layers=ahead) for ahead in (0, 1)]
-  cost = CostModel(clusters[0], model)
-  work_s = {kind: 3.5 * cost.attention_s(np.array(lengths), kind) for kind in (FULL, SPARSE)}
-  mean_s = {kind: float(work_s[kind].sum()) / 2 for kind in work_s}
-  longest_s = {kind: float(work_s[kind].max()) for kind in work_s}
-  assert longest_s[FULL] > mean_s[FULL] and longest_s[SPARSE] < mean_s[SPARSE]
-  own_s = 120 * (3 * cost.logits_s() + 4 * sum(cost.before_s() + cost.after_s(i) for i in (0, 1)))
-  meeting_s, drifting_s = (lower_bound_s(lengths, cluster, model, config) for cluster in clusters)
-  assert meeting_s == pytest.approx(own_s + longest_s[FULL] + mean_s[SPARSE])
-  assert drifting_s == pytest.approx(own_s + max(sum(longest_s.values()), sum(mean_s.values())))
+  meeting, drifting = (costs_of((1, 1, 2), model, prefetch_layers=ahead) for ahead in (0, 1))
+  work_s = {layout: 3.5 * meeting.attention_s(np.array(lengths), layout) for layout in LAYOUTS}
+  mean_s = {layout: float(work_s[layout].sum()) / 2 for layout in LAYOUTS}
+  longest_s = {layout: float(work_s[layout].max()) for layout in LAYOUTS}
+  assert longest_s[PARENTS] > mean_s[PARENTS] and longest_s[CHILDREN] < mean_s[CHILDREN]
+  linear_s = 120 * own_s(meeting)
+  meeting_s, drifting_s = (lower_bound_s(lengths, costs, config) for costs in (meeting, drifting))
+  assert meeting_s == pytest.approx(linear_s + longest_s[PARENTS] + mean_s[CHILDREN])
+  assert drifting_s == pytest.approx(linear_s + max(sum(longest_s.values()), sum(mean_s.values())))
   assert drifting_s < meeting_s
 
 
@@ -175,7 +173,7 @@ def test_domains_drift_even_where_their_ranks_meet():
   model = model.with_kind(SlidingWindowAttention(window_tokens=4))
   config = PlannerConfig(capacity_tokens=160, capacity_step_tokens=1, max_sp_degree=1)
   lengths = [80] + [4] * 40
-  apart, together = (cluster_of(mesh, prefetch_layers=0) for mesh in ((2, 1, 1), (1, 1, 2)))
-  bound_s = lower_bound_s(lengths, apart, model, config)
-  assert bound_s <= played_s(solve(lengths, apart, model, config), apart, model)
-  assert bound_s < lower_bound_s(lengths, together, model, config)
+  apart, together = (costs_of(mesh, model, prefetch_layers=0) for mesh in ((2, 1, 1), (1, 1, 2)))
+  bound_s = lower_bound_s(lengths, apart, config)
+  assert bound_s <= played_s(lengths, apart, config)
+  assert bound_s < lower_bound_s(lengths, together, config)

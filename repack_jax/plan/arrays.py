@@ -124,9 +124,14 @@ def pack(plan: Plan, batch: Sequence[HasTokens], program: Program) -> PlanArrays
 
   Raises:
     PlanError: where the program cannot run the plan.
-    ValueError: where a sample's length is not the plan's.
+    ValueError: where the batch lacks a sample, or its length is not the plan's.
   """
   program.check(plan)
+  last = max(plan.sample_ids, default=-1)
+  if last >= len(batch):
+    raise ValueError(
+      f'the plan has sample {last}, the batch has {len(batch)} samples: this plan was made for another batch'
+    )
   shape = (plan.num_ranks, program.capacity_tokens)
   tokens, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
   targets, segments = np.full(shape, NO_TARGET, np.int32), np.full(shape, PADDING_SEGMENT, np.int32)

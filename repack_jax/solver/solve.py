@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from repack_jax.config.run import PlannerConfig
-from repack_jax.plan.plan import PARENTS, Group, Plan, PlanError
+from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan, PlanError
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import Simulated, simulate
 from repack_jax.solver.domain import Domain, Layouts
@@ -90,6 +90,12 @@ class _Batch:
     self.lengths, self.costs, self.cluster, self.config = lengths, costs, costs.cluster, config
     self.degrees = costs.degrees(config)
     self.row_tokens = costs.wire.row_tokens(self.degrees[-1], costs.cluster.wire_row_bytes)
+    if config.capacity_tokens % self.row_tokens:
+      raise PlanError(
+        f'a capacity of {config.capacity_tokens} is not a multiple of {self.row_tokens} tokens, which fill a '
+        f'row of ClusterConfig.wire_row_bytes = {self.cluster.wire_row_bytes}: change '
+        'PlannerConfig.capacity_tokens'
+      )
     self.longest_first = np.argsort(-lengths, kind='stable')
     self._simulated: dict[tuple[int, ...], tuple[tuple[Plan, ...], Simulated]] = {}
 
@@ -101,6 +107,7 @@ class _Batch:
     num_plans = max(1, -(-int(self.lengths.sum()) // room))
     while (found := self.plans(num_plans)) is None:
       num_plans += 1
+      assert num_plans <= len(self.lengths), 'a sample that has a micro-batch for itself fits'
     plans, baseline = zip(*found, strict=True)
     return list(plans), [plan for plan in baseline if plan is not None]
 
@@ -117,11 +124,13 @@ class _Batch:
     domains = self.cluster.domains
     sorted_lengths = self.lengths[self.longest_first]
     tokens = sorted_lengths.astype(np.float64)
-    work_s = self.costs.attention_s(sorted_lengths, PARENTS)
+    work_s = self.costs.attention_s(sorted_lengths, PARENTS if self.costs.layers_in(PARENTS) else CHILDREN)
     bins = num_plans * domains
     bin_of = np.zeros(len(tokens), np.int64)
     room = self.cluster.domain_ranks * self.config.capacity_tokens
-    if not fill_bins(tokens, work_s, bins, float(room), tokens.sum() / bins, work_s.sum() / bins, bin_of):
+    # Attention that costs nothing decides nothing; 0 / 0 would find no bin.
+    mean_s = max(float(work_s.sum()), 1e-300) / bins
+    if not fill_bins(tokens, work_s, bins, float(room), tokens.sum() / bins, mean_s, bin_of):
       return None
     by_bin = np.split(
       self.longest_first[np.argsort(bin_of, kind='stable')],

@@ -6,14 +6,16 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from repack_jax.config.run import RunConfig
 from repack_jax.plan.plan import PARENTS
 from repack_jax.predict import flops
-from repack_jax.training.loop import StepDone
+
+if TYPE_CHECKING:  # the loop needs JAX, what it says of a step does not
+  from repack_jax.training.loop import StepDone
 
 Record = dict[str, Any]
 
