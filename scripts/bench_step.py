@@ -56,7 +56,7 @@ def mode_rows(run: RunConfig, batches: list, rounds: int) -> list[Row]:
   """Seconds of a step and tokens/s of each mode, over the same batches."""
   step = TrainStep(run, mesh.make_mesh(run.cluster), Decoder(run.model))
   state, sums = step.init_state(), step.zero_sums()
-  runs, rows = {}, []
+  runs, rows = {}, list[Row]()
 
   def make(mode: str):
     prepared = []

@@ -25,7 +25,7 @@ def test_tiny_step_for_a_tpu(tmp_path):
   report = tmp_path / 'report.json'
   process = checked('--config', TINY, '--topology', 'v5p:2x2x4', '--json', str(report))
   assert process.returncode == 0, process.stdout + process.stderr
-  assert "full_scope='domain', sparse_scope='local'" in process.stdout
+  assert 'parents_span=16, children_span=8' in process.stdout
   assert 'attention: pallas_tpu (chosen by auto, on tpu)' in process.stdout
   found = json.loads(report.read_text())
   assert len(found['checks']) == 10 and all(check['passed'] for check in found['checks'])
@@ -38,8 +38,8 @@ def test_tiny_step_for_a_tpu(tmp_path):
   assert times == {
     (layer, direction, purpose, span): count
     for layer, purpose, span, count in (
-      ('full', 'attention exchange', across, 2), ('full', 'expert exchange', inside, 2),
-      ('sparse', 'attention exchange', inside, 6), ('sparse', 'expert exchange', inside, 6),
+      ('parents', 'attention exchange', across, 2), ('parents', 'expert exchange', inside, 2),
+      ('children', 'attention exchange', inside, 6), ('children', 'expert exchange', inside, 6),
     )
     for direction in ('forward', 'backward')
   }  # fmt: skip

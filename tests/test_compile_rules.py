@@ -10,11 +10,12 @@ import pytest
 from repack_jax.checks import ConfigError
 from repack_jax.compile_check import hlo, rules, topology
 from repack_jax.compile_check.hlo import Collective
-from repack_jax.config import FULL, SPARSE, ClusterConfig, ModelConfig, RunConfig
+from repack_jax.config import ClusterConfig, ModelConfig
 from repack_jax.parallel import xla_flags
 from repack_jax.parallel.mesh import neighbour_order
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS
 from repack_jax.predict import flops
-from repack_jax.predict.cost_model import cross_node_bytes
+from repack_jax.predict.cost_model import model_costs
 
 PROGRAM = (Path(__file__).parent / 'compiled_program.txt').read_text()
 
@@ -27,10 +28,10 @@ def test_collectives_of_a_program_by_hand():
     by_kind.setdefault(one.kind, []).append(one)
   dispatch, lost = by_kind['ragged-all-to-all']
   assert (dispatch.asynchronous, dispatch.times, dispatch.groups) == (True, 1, ((0, 1), (2, 3)))
-  assert dispatch.scope == 'jit(f)/full_layer/attention/dispatch/ragged_all_to_all'
+  assert dispatch.scope == 'jit(f)/parents_layer/attention/dispatch/ragged_all_to_all'
   # One that lost its name takes that of what uses it; its bf16 rows of 128 are padded to 512 bytes.
   assert (lost.asynchronous, lost.times, lost.groups) == (False, 18, ((0, 2), (1, 3)))
-  assert 'sparse_layer/attention/combine' in lost.scope and lost.results[0].row_bytes == (256, 512)
+  assert 'children_layer/attention/combine' in lost.scope and lost.results[0].row_bytes == (256, 512)
   (gather,) = by_kind['all-gather']
   assert gather.asynchronous and gather.groups == ((0, 2), (1, 3))
   assert [(array.dtype, array.dims) for array in gather.results] == [('f32', (32, 4)), ('s32', (8,))]
@@ -72,25 +73,27 @@ def test_groups_in_every_form(text, groups):
 MODEL = ModelConfig(num_layers=8, num_heads=16, num_kv_heads=4, head_dim=8, num_experts=0)
 PLAN = cases.wide_plan(16, 8, 32)
 EVERY, NODES = (tuple(range(16)),), (tuple(range(8)), tuple(range(8, 16)))
-ROWS = {(FULL, 'dispatch'): 96, (FULL, 'combine'): 32, (SPARSE, 'dispatch'): 80, (SPARSE, 'combine'): 32}
+COSTS = model_costs(ClusterConfig(), MODEL)
+ROWS = {
+  (PARENTS, 'dispatch'): 96, (PARENTS, 'combine'): 32, (CHILDREN, 'dispatch'): 80, (CHILDREN, 'combine'): 32,
+}  # fmt: skip
 
 
-def exchange(kind: str, direction: str, site: str, row: int = 128, **changes: object) -> Collective:
-  """One instruction for all layers of a kind; rows of 128 float32 are 512 bytes."""
+def exchange(layout: str, direction: str, site: str, row: int = 128, **changes: object) -> Collective:
+  """One instruction for all layers of a layout; rows of 128 float32 are 512 bytes."""
   path = 'jvp()' if direction == 'forward' else 'transpose(jvp())'
-  layer = rules.KINDS[kind]
-  rows = ROWS[kind, site]
+  rows = ROWS[layout, site]
   array = hlo.arrays(f'f32[{rows},1,{row}]{{2,1,0:T(1,128)}}')[0]
   one = Collective(
-    'ragged-all-to-all', (array,), EVERY if kind == FULL else NODES, False,
-    MODEL.layer_kinds.count(kind), f'{path}/while/{layer}_layer/attention/{site}/cond',
+    'ragged-all-to-all', (array,), EVERY if layout == PARENTS else NODES, False,
+    COSTS.layers_in(layout), f'{path}/while/{layout}_layer/attention/{site}/cond',
   )  # fmt: skip
   return dataclasses.replace(one, **changes)
 
 
 GOOD = [
-  exchange(kind, direction, site)
-  for kind in (FULL, SPARSE) for direction in ('forward', 'backward') for site in ('dispatch', 'combine')
+  exchange(layout, direction, site)
+  for layout in LAYOUTS for direction in ('forward', 'backward') for site in ('dispatch', 'combine')
 ]  # fmt: skip
 
 
@@ -108,32 +111,32 @@ def failed(collectives: list[Collective]) -> set[str]:
 
 COUNT = 'two ragged-all-to-all a layer and direction: attention exchange'
 MOVED, ACROSS = "bytes moved are the plan's", "bytes moved across nodes are the plan's"
-STRAY, STAY = 'no other collective on activations', "sparse layers' exchanges stay inside nodes"
+STRAY, STAY = 'no other collective on activations', "exchanges in the children's layout stay inside nodes"
 
 
 def test_a_good_step_breaks_no_rule():
   parameters = gathered('(f32[64,64], f32[1024,8], f32[64,8])', EVERY)
   sums = Collective('all-reduce', tuple(hlo.arrays('f32[77]')), EVERY, False, 1, 'jit(f)/psum')
   metadata = Collective(
-    'all-to-all', tuple(hlo.arrays('s64[4,8,4]')), EVERY, False, 9, 'jit(f)/full_layer/attention'
+    'all-to-all', tuple(hlo.arrays('s64[4,8,4]')), EVERY, False, 9, 'jit(f)/parents_layer/attention'
   )
   assert failed([*GOOD, parameters, sums, metadata]) == set()
   rows = rules.table(rules.classify(GOOD, {1}), 8)
   assert [(row['layer'], row['direction'], row['times'], row['span']) for row in rows] == [
-    ('full', 'forward', 4, 'across nodes'), ('full', 'backward', 4, 'across nodes'),
-    ('sparse', 'forward', 12, 'inside a node'), ('sparse', 'backward', 12, 'inside a node'),
+    ('children', 'forward', 12, 'inside a node'), ('children', 'backward', 12, 'inside a node'),
+    ('parents', 'forward', 4, 'across nodes'), ('parents', 'backward', 4, 'across nodes'),
   ]  # fmt: skip
 
 
 @pytest.mark.parametrize('change,broken', [
   (lambda good: good[1:], {COUNT, MOVED, ACROSS}),
-  (lambda good: [*good, good[4]], {COUNT, MOVED}),  # remat that repeats a sparse exchange
+  (lambda good: [*good, good[4]], {COUNT, MOVED}),  # remat that repeats a children's exchange
   (lambda good: [dataclasses.replace(one, groups=EVERY) for one in good], {STAY}),
-  (lambda good: [exchange(SPARSE, 'forward', 'dispatch', row=64), *good[:4], *good[5:]], {MOVED}),
+  (lambda good: [exchange(CHILDREN, 'forward', 'dispatch', row=64), *good[:4], *good[5:]], {MOVED}),
   (lambda good: [*good, gathered('f32[3072,128]', EVERY)], {STRAY, MOVED, ACROSS}),
   (lambda good: [*good, gathered('(f32[64,64], f32[96,99])', EVERY)], {STRAY, MOVED, ACROSS}),
   (lambda good: [*good, Collective('all-to-all', tuple(hlo.arrays('s32[16]')), EVERY, False, 1,
-                                   'jit(f)/full_layer/attention/all_to_all')],
+                                   'jit(f)/parents_layer/attention/all_to_all')],
    {'no exchange of offsets of our own'}),
 ], ids=['one lost', 'one repeated', 'all across nodes', 'padded rows', 'gathered', 'gathered in passing',
         'own offsets'])  # fmt: skip
@@ -144,10 +147,10 @@ def test_each_rule_broken(change, broken):
 def test_expert_exchanges_are_counted_apart():
   model = dataclasses.replace(MODEL, num_experts=8)
   experts = [
-    dataclasses.replace(exchange(kind, direction, 'dispatch', groups=NODES),
-                        times=2 * model.layer_kinds.count(kind),
-                        scope=f'{path}/{rules.KINDS[kind]}_layer/feed_forward/ragged')
-    for kind in (FULL, SPARSE) for direction, path in (('forward', 'jvp()'), ('backward', 'transpose(jvp())'))
+    dataclasses.replace(exchange(layout, direction, 'dispatch', groups=NODES),
+                        times=2 * COSTS.layers_in(layout),
+                        scope=f'{path}/{layout}_layer/feed_forward/ragged')
+    for layout in LAYOUTS for direction, path in (('forward', 'jvp()'), ('backward', 'transpose(jvp())'))
   ]  # fmt: skip
   names = [
     check.name
@@ -161,23 +164,21 @@ def test_expert_exchanges_are_counted_apart():
 
 def test_bytes_of_a_plan_are_those_of_the_metrics():
   moved = rules.plan_bytes(PLAN, MODEL)
-  layers = {kind: MODEL.layer_kinds.count(kind) for kind in (FULL, SPARSE)}
-  across = sum(2 * layers[kind] * one.cross_node for (kind, _), one in moved.items())
-  assert across == cross_node_bytes(PLAN, MODEL) > 0
-  assert moved[SPARSE, 'dispatch'].cross_node == 0 < moved[SPARSE, 'dispatch'].total
+  across = sum(2 * COSTS.layers_in(layout) * one.cross_node for (layout, _), one in moved.items())
+  assert across == COSTS.cross_node_bytes(PLAN) > 0
+  assert moved[CHILDREN, 'dispatch'].cross_node == 0 < moved[CHILDREN, 'dispatch'].total
 
 
 def test_memory_and_products_against_what_they_may_be():
   assert rules.memory_check({'a': 60, 'b': 40}, 100).passed and not rules.memory_check({'a': 101}, 100).passed
   model = dataclasses.replace(MODEL, num_experts=8, remat='none')
-  run = RunConfig(cluster=ClusterConfig(), model=model)
   slots = 64
   own = 3 * slots * flops.linear_flops_per_token(model) + slots * flops.logits_flops_per_token(model)
   rows = slots * model.experts_per_token
-  assert rules.matmul_check(own, run, slots, rows).passed
+  assert rules.matmul_check(own, model, slots, rows).passed
   dense = own + 3 * slots * 3 * sum(flops.routed_flops_per_token(model, layer) for layer in range(8))
-  assert not rules.matmul_check(dense, run, slots, rows).passed  # all 8 experts for each token, not 2
-  assert rules.matmul_check(dense, run, slots, 4 * rows).passed  # as many as buffers have room for
+  assert not rules.matmul_check(dense, model, slots, rows).passed  # all 8 experts for each token, not 2
+  assert rules.matmul_check(dense, model, slots, 4 * rows).passed  # as many as buffers have room for
 
 
 # --- machines that are not there ------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def test_no_more_than_a_quarter_is_lost_at_real_size():
 
 
 def test_choice_is_logged_and_explicit_ones_stand(caplog):
-  with caplog.at_level(logging.INFO, 'models.grouped'):
+  with caplog.at_level(logging.INFO, 'repack_jax.ops.grouped'):
     assert [choose_grouped('auto', platform) for platform in ('tpu', 'gpu', 'cpu')] == [
       'ragged_dot', 'blocks', 'blocks',
     ]  # fmt: skip
