@@ -12,8 +12,8 @@ from repack_jax.config.run import PlannerConfig
 from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan, PlanError
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import Simulated, simulate
+from repack_jax.solver.bins import fill_bins
 from repack_jax.solver.domain import Domain, Layouts
-from repack_jax.solver.search import fill_bins
 
 BASELINE = 'parents'  # the mode that is the same system with repacking disabled
 
@@ -126,11 +126,11 @@ class _Batch:
     tokens = sorted_lengths.astype(np.float64)
     work_s = self.costs.attention_s(sorted_lengths, PARENTS if self.costs.layers_in(PARENTS) else CHILDREN)
     bins = num_plans * domains
-    bin_of = np.zeros(len(tokens), np.int64)
     room = self.cluster.domain_ranks * self.config.capacity_tokens
     # Attention that costs nothing decides nothing; 0 / 0 would find no bin.
     mean_s = max(float(work_s.sum()), 1e-300) / bins
-    if not fill_bins(tokens, work_s, bins, float(room), tokens.sum() / bins, mean_s, bin_of):
+    bin_of = fill_bins(tokens, work_s, bins, float(room), tokens.sum() / bins, mean_s)
+    if not len(bin_of):
       return None
     by_bin = np.split(
       self.longest_first[np.argsort(bin_of, kind='stable')],
