@@ -143,7 +143,7 @@ class Plan:
     solo: groups of one rank, ascending, whose samples run on it alone in every layer. They are in no parent
       and no child.
     row_tokens: a child's ranks hold multiples of so many slots, so that what they send fills whole rows on
-      the wire (`cost.row_tokens`). The slots past a child's last token are padding.
+      the wire (`Wire.row_tokens`). The slots past a child's last token are padding.
   """
 
   sample_ids: tuple[int, ...]
