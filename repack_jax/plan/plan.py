@@ -382,7 +382,7 @@ def _check_nesting(plan: Plan) -> None:
       ):
         raise PlanError(
           f'child {child} spans nodes of {plan.ranks_per_node} ranks; only a parent that keeps the wide '
-          'layout in sparse layers may'
+          "layout in the children's layers may"
         )
     if tuple(stream) != parent.samples:
       raise PlanError(f"parent {parent}: its stream is not its children's streams end to end")
