@@ -32,13 +32,12 @@ import planner_peers
 from planner_cases import Case
 
 from repack_jax.commands import command_line
-from repack_jax.config import FULL, SPARSE, allowed_sp_degrees
 from repack_jax.data.lengths import Histogram, read_lengths
-from repack_jax.plan.plan import Group, Plan
-from repack_jax.predict.cost_model import CostModel
+from repack_jax.plan.plan import LAYOUTS, Group, Plan
+from repack_jax.predict.costs import Costs
 from repack_jax.predict.plan_times import predicted_s
 from repack_jax.predict.simulator import simulate
-from repack_jax.solver import SampleTooLong, solve
+from repack_jax.solver import BASELINE, SampleTooLong, Solution, solve
 from repack_jax.solver.bounds import lower_bound_s
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -49,16 +48,19 @@ SIZES = ((1, 1_000, 0.020), (16, 16_000, 0.300), (128, 131_000, 3.0))  # domains
 COMPARED = ('parents', 'repack', 'solve')
 
 
-def plans_of(case: Case, mode: str) -> list[Plan]:
-  return solve(case.lengths, case.cluster, case.model, dataclasses.replace(case.config, mode=mode))
+def solution_of(case: Case, mode: str) -> Solution:
+  return solve(case.lengths, case.costs, dataclasses.replace(case.config, mode=mode))
 
 
-def step_s(plans: Sequence[Plan], case: Case) -> float:
-  cost = CostModel(case.cluster, case.model)
-  return sum(predicted_s(plan, cost) for plan in plans)
+def plans_of(case: Case, mode: str) -> Sequence[Plan]:
+  return solution_of(case, mode).plans
 
 
-def timed(make: Callable[[], list[Plan]]) -> tuple[list[Plan], float]:
+def step_s(plans: Sequence[Plan], costs: Costs) -> float:
+  return sum(predicted_s(plan, costs) for plan in plans)
+
+
+def timed(make: Callable[[], Sequence[Plan]]) -> tuple[Sequence[Plan], float]:
   """What it makes, and its seconds of the processor: planners run on one core, and others may share it."""
   begun = time.process_time()
   return make(), time.process_time() - begun
@@ -109,7 +111,7 @@ def exact_rows(files: Files, args: argparse.Namespace) -> Rows:
       plans = plans_of(case, mode)
       begun = time.perf_counter()
       try:
-        best, proven = exact(case.lengths, case.cluster, case.model, config, args.exact_limit_s, 1)
+        best, proven = exact(case.lengths, case.costs, config, args.exact_limit_s, 1)
       except ValueError:  # needs micro-batches, or so it seems
         continue
       found.append(
@@ -117,8 +119,8 @@ def exact_rows(files: Files, args: argparse.Namespace) -> Rows:
           'case': number,
           'kind': case.name,
           'mode': mode,
-          'mesh': f'{case.cluster.nodes} x {case.cluster.ranks_per_node}',
-          'gap': step_s(plans, case) / step_s([best], case) - 1,
+          'mesh': f'{case.costs.cluster.nodes} x {case.costs.cluster.ranks_per_node}',
+          'gap': step_s(plans, case.costs) / step_s([best], case.costs) - 1,
           'proven': proven,
           'exact_s': time.perf_counter() - begun,
           'split': len(plans) > 1,
@@ -180,10 +182,10 @@ def bound_rows(files: Files, args: argparse.Namespace) -> Rows:
       gaps: dict[str, list[float]] = {mode: [] for mode in COMPARED}
       parts: list[dict[str, float]] = []
       for case in planner_cases.real_cases(name, lengths, domains, samples, args.bound_batches):
-        bound_s = lower_bound_s(case.lengths, case.cluster, case.model, case.config)
+        bound_s = lower_bound_s(case.lengths, case.costs, case.config)
         for mode in COMPARED:
           plans = plans_of(case, mode)
-          gaps[mode].append(step_s(plans, case) / bound_s - 1)
+          gaps[mode].append(step_s(plans, case.costs) / bound_s - 1)
         parts.append({cause: s / bound_s for cause, s in causes_s(plans, case).items()})
       row: dict[str, object] = {'ranks': 32 * domains, 'lengths': name}
       for mode in reversed(COMPARED):
@@ -196,22 +198,19 @@ def bound_rows(files: Files, args: argparse.Namespace) -> Rows:
 def causes_s(plans: Sequence[Plan], case: Case) -> dict[str, float]:
   """Seconds over the bound by cause, which add up unless one sample is the bound of several domains' layers.
 
-  `full` and `sparse` are these layers' attention, exchanges and experts.
+  Those of the layers in a layout are their attention, exchanges and experts.
   """
-  fast = dataclasses.replace(case.cluster, intra_node_latency_s=0.0, inter_node_latency_s=0.0)
-  cost = CostModel(fast, case.model)
-  latency_s = step_s(plans, case) - sum(predicted_s(plan, cost) for plan in plans)
+  cluster = dataclasses.replace(case.costs.cluster, intra_node_latency_s=0.0, inter_node_latency_s=0.0)
+  fast = dataclasses.replace(case.costs, cluster=cluster)
   slots = (
-    sum(plan.capacity_tokens for plan in plans) - sum(plan.total_tokens for plan in plans) / fast.num_ranks
+    sum(plan.capacity_tokens for plan in plans) - sum(plan.total_tokens for plan in plans) / cluster.num_ranks
   )
-  imbalance_s = slots * cost.slot_s()
-  over_s = {}
-  for kind in (FULL, SPARSE):  # a model of these layers alone
-    count = case.model.layer_kinds.count(kind)
-    part = CostModel(fast, dataclasses.replace(case.model, pattern=kind, num_layers=count))
-    bound_s = lower_bound_s(case.lengths, fast, part.model, case.config)
-    over_s[kind] = sum(predicted_s(plan, part) for plan in plans) - bound_s - slots * part.slot_s()
-  return {'slots': imbalance_s, 'full': over_s[FULL], 'sparse': over_s[SPARSE], 'latency': latency_s}
+  causes = {'slots': slots * fast.slot_s}
+  for layout in LAYOUTS:  # a model of these layers alone
+    part = dataclasses.replace(fast, layers=tuple(layer for layer in fast.layers if layer.layout == layout))
+    bound_s = lower_bound_s(case.lengths, part, case.config)
+    causes[f'{layout}_layers'] = step_s(plans, part) - bound_s - slots * part.slot_s
+  return causes | {'latency': step_s(plans, case.costs) - step_s(plans, fast)}
 
 
 # --- peers ----------------------------------------------------------------------------------------------
@@ -226,7 +225,7 @@ def peers_rows(files: Files, args: argparse.Namespace) -> Rows:
     planning_s: dict[str, list[float]] = {}
     for number, case in enumerate(planner_cases.real_cases(name, lengths, 1, 1_000, args.batches)):
       bench_common.progress(f'{name}, batch {number}')
-      arguments = (case.lengths, case.cluster, case.model, case.config)
+      arguments = (case.lengths, case.costs, case.config)
       makers = {
         'solve': partial(plans_of, case, 'solve'),
         'parents': partial(plans_of, case, 'parents'),
@@ -235,7 +234,8 @@ def peers_rows(files: Files, args: argparse.Namespace) -> Rows:
       }
       found = {planner: timed(make) for planner, make in makers.items()}
       for planner, (plans, seconds) in found.items():
-        ratios.setdefault(planner, []).append(step_s(plans, case) / step_s(found['solve'][0], case))
+        best_s = step_s(found['solve'][0], case.costs)
+        ratios.setdefault(planner, []).append(step_s(plans, case.costs) / best_s)
         planning_s.setdefault(planner, []).append(seconds)
     for planner, values in ratios.items():
       seconds = statistics.median(planning_s[planner])
@@ -267,11 +267,11 @@ def sweep_rows(files: Files, args: argparse.Namespace) -> Rows:
     warnings.simplefilter('error')
     for number in range(args.sweep_from, args.sweep_from + args.sweep):
       case = planner_cases.random_case(number)
-      widest = allowed_sp_degrees(case.cluster, case.model, case.config)[-1]
+      widest = case.costs.degrees(case.config)[-1]
       must_refuse = bool((case.lengths > widest * case.config.capacity_tokens).any())
       try:
-        found = plans_of(case, case.config.mode)
-        plans += len(found)
+        found = solution_of(case, case.config.mode)
+        plans += len(found.plans)
         wrong = 'accepted a sample that is too long' if must_refuse else what_is_wrong(found, case)
       except SampleTooLong:
         too_long += 1
@@ -293,18 +293,21 @@ def sweep_rows(files: Files, args: argparse.Namespace) -> Rows:
   ]
 
 
-def what_is_wrong(plans: Sequence[Plan], case: Case) -> str:
+def what_is_wrong(found: Solution, case: Case) -> str:
   """What of the plans breaks a rule; empty where nothing does."""
-  for plan in plans:
-    plan.validate(case.model.num_heads, case.model.num_kv_heads)
+  for plan in found.plans:
+    plan.validate(case.costs.wire)
     if plan.lengths != tuple(case.lengths[list(plan.sample_ids)].tolist()):
       return 'lengths are not those of the batch'
-  if sorted(s for plan in plans for s in plan.sample_ids) != list(range(len(case.lengths))):
+  if sorted(s for plan in found.plans for s in plan.sample_ids) != list(range(len(case.lengths))):
     return 'not each sample once'
+  if found.baseline_plans != plans_of(case, BASELINE):
+    return 'the baseline is not what its mode gives'
   if case.config.mode in ('repack', 'solve'):  # no slower than without, and by the simulator: see `solve`
-    cost, disabled = CostModel(case.cluster, case.model), plans_of(case, 'parents')
-    ours, theirs = (sum(simulate(cost, [plan]).step_s for plan in of) for of in (plans, disabled))
-    if len(plans) == len(disabled) and ours > theirs * (1 + 1e-9):
+    ours, theirs = (
+      sum(simulate(case.costs, [plan]).step_s for plan in of) for of in (found.plans, found.baseline_plans)
+    )
+    if ours > theirs * (1 + 1e-9):
       return 'slower than with repacking disabled'
   return ''
 

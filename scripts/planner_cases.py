@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.config import MODES, ModelConfig, PlannerConfig, allowed_sp_degrees
-from repack_jax.config.cluster import ClusterConfig
+from repack_jax.config import MODES, ClusterConfig, ModelConfig, PlannerConfig
 from repack_jax.data.lengths import Histogram
 from repack_jax.kinds import SlidingWindowAttention
+from repack_jax.predict.cost_model import model_costs
+from repack_jax.predict.costs import Costs
 
 # 1F3S with experts, of the size that a few dozen GPUs train.
 MODEL = ModelConfig(
@@ -28,14 +29,14 @@ class Case:
 
   name: str
   lengths: np.ndarray
-  cluster: ClusterConfig
-  model: ModelConfig
+  costs: Costs
   config: PlannerConfig
 
 
-def cluster_of(nodes: int = 4, ranks_per_node: int = 8, domains: int = 1) -> ClusterConfig:
-  """At the default rates; ranks meet at each layer, which is what `timing.predicted_s` predicts."""
-  return ClusterConfig(nodes=nodes, ranks_per_node=ranks_per_node, domains=domains, prefetch_layers=0)
+def costs_of(nodes: int = 4, ranks_per_node: int = 8, domains: int = 1) -> Costs:
+  """`MODEL` at the default rates; ranks meet at each layer, which is what `predicted_s` predicts."""
+  cluster = ClusterConfig(nodes=nodes, ranks_per_node=ranks_per_node, domains=domains, prefetch_layers=0)
+  return model_costs(cluster, MODEL)
 
 
 def capacity_of(lengths: np.ndarray, cluster: ClusterConfig, slack: float = 1.25) -> int:
@@ -53,11 +54,11 @@ def real_cases(
   name: str, lengths: np.ndarray | Histogram, domains: int, samples: int, count: int
 ) -> Iterator[Case]:
   """Batches of a domain's or more: 4 nodes of 8 ranks each, mode `solve`."""
+  costs = costs_of(domains=domains)
   for number in range(count):
-    cluster = cluster_of(domains=domains)
     batch = draw(lengths, np.random.default_rng([domains, samples, number]), samples)
-    config = PlannerConfig(capacity_tokens=capacity_of(batch, cluster), capacity_step_tokens=STEP_TOKENS)
-    yield Case(name, batch, cluster, MODEL, config)
+    capacity = capacity_of(batch, costs.cluster)
+    yield Case(name, batch, costs, PlannerConfig(capacity_tokens=capacity, capacity_step_tokens=STEP_TOKENS))
 
 
 def small_cases(files: dict[str, np.ndarray | Histogram], count: int) -> Iterator[Case]:
@@ -78,10 +79,10 @@ def small_cases(files: dict[str, np.ndarray | Histogram], count: int) -> Iterato
       batch = np.append(rng.integers(256, 16_385, n - 1), rng.integers(65_536, 524_289))
     else:
       batch = rng.choice(rng.integers(1024, 131_073, 2), n)
-    cluster = cluster_of(nodes=2, ranks_per_node=int(rng.choice([4, 8])))
-    capacity = capacity_of(batch, cluster, float(rng.choice([1.1, 1.25, 1.5, 2.5])))
+    costs = costs_of(nodes=2, ranks_per_node=int(rng.choice([4, 8])))
+    capacity = capacity_of(batch, costs.cluster, float(rng.choice([1.1, 1.25, 1.5, 2.5])))
     config = PlannerConfig(capacity_tokens=capacity, capacity_step_tokens=STEP_TOKENS)
-    yield Case(name, batch.astype(np.int64), cluster, MODEL, config)
+    yield Case(name, batch.astype(np.int64), costs, config)
 
 
 def random_case(number: int) -> Case:
@@ -93,15 +94,18 @@ def random_case(number: int) -> Case:
     domains=int(rng.integers(1, 4)),
     prefetch_layers=int(rng.integers(0, 2)),
   )
-  placement = str(rng.choice(['spread', 'replicated']))
-  model = ModelConfig(num_heads=32, num_kv_heads=4, num_experts=8, expert_placement=placement)
+  placement, pattern = str(rng.choice(['spread', 'replicated'])), ('FSSS', 'FS', 'F', 'S')[number % 4]
+  model = ModelConfig(
+    pattern=pattern, num_heads=32, num_kv_heads=4, num_experts=8, expert_placement=placement
+  )
   config = PlannerConfig(
     mode=str(rng.choice(MODES)),
     capacity_tokens=int(np.exp(rng.uniform(0, np.log(5000)))),
     capacity_step_tokens=int(rng.choice([0, 1, 64])),
     max_sp_degree=int(2 ** rng.integers(0, 6)),
   )
-  longest = allowed_sp_degrees(cluster, model, config)[-1] * config.capacity_tokens
+  costs = model_costs(cluster, model)
+  longest = costs.degrees(config)[-1] * config.capacity_tokens
   name = str(rng.choice(['empty', 'one', 'equal', 'giant', 'dust', 'lognormal', 'uniform', 'too long']))
   n = int(np.exp(rng.uniform(0, np.log(300))))
   if name == 'empty':
@@ -120,4 +124,4 @@ def random_case(number: int) -> Case:
     lengths = rng.integers(1, longest + 1, n)
     if name == 'too long':
       lengths[rng.integers(n)] = longest + rng.integers(1, 10)
-  return Case(name, lengths, cluster, model, config)
+  return Case(name, lengths, costs, config)

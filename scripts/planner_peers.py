@@ -1,7 +1,7 @@
 """Planners in the manner of other systems, for benchmarks: mixed SP degrees, the same groups in all layers.
 
 Both return plans of mode `parents`, so that one prediction judges everyone's. Neither is the original: the
-MILP gets this project's cost model instead of coefficients fitted to measurements, and both get groups that
+MILP gets this project's costs instead of coefficients fitted to measurements, and both get groups that
 are aligned blocks of ranks. `flexsp_milp` needs OR-tools.
 """
 
@@ -11,10 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from repack_jax.config import FULL, SPARSE, ModelConfig, PlannerConfig, allowed_sp_degrees
-from repack_jax.config.cluster import ClusterConfig
+from repack_jax.config import ClusterConfig, PlannerConfig
 from repack_jax.plan.plan import Group, Plan
-from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD, CostModel
+from repack_jax.predict.costs import Costs
 
 Members = tuple[int, list[int]]  # a group's size and its samples
 LayOut = Callable[[np.ndarray], list[Members] | None]  # groups of at most a domain's ranks; None: no room
@@ -23,7 +22,7 @@ _BUCKETS = 16
 
 
 def longest_first_greedy(
-  lengths: Sequence[int] | np.ndarray, cluster: ClusterConfig, model: ModelConfig, config: PlannerConfig
+  lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConfig
 ) -> list[Plan]:
   """Plans in the manner of Megatron-Core's hybrid context parallelism (its `hybrid_cp_schedule.py`).
 
@@ -34,18 +33,17 @@ def longest_first_greedy(
   Raises:
     ValueError: a sample exceeds the widest group.
   """
-  degrees = allowed_sp_degrees(cluster, model, config)
+  degrees, ranks = costs.degrees(config), costs.cluster.domain_ranks
 
   def lay_out(samples: np.ndarray) -> list[Members] | None:
-    return _greedy(samples, np.asarray(lengths), degrees, cluster.domain_ranks, config.capacity_tokens)
+    return _greedy(samples, np.asarray(lengths), degrees, ranks, config.capacity_tokens)
 
-  return _plans(lengths, cluster, model, config, lay_out)
+  return _plans(lengths, costs, config, lay_out)
 
 
 def flexsp_milp(
   lengths: Sequence[int] | np.ndarray,
-  cluster: ClusterConfig,
-  model: ModelConfig,
+  costs: Costs,
   config: PlannerConfig,
   limit_s: float = 10.0,
   outcomes: list[str] | None = None,
@@ -64,36 +62,32 @@ def flexsp_milp(
   Raises:
     ValueError: a sample exceeds the widest group.
   """
-  degrees = allowed_sp_degrees(cluster, model, config)
-  cost, said = CostModel(cluster, model), [] if outcomes is None else outcomes
+  degrees, ranks = costs.degrees(config), costs.cluster.domain_ranks
+  said = [] if outcomes is None else outcomes
 
   def lay_out(samples: np.ndarray) -> list[Members] | None:
     of_batch = np.asarray(lengths)
     bucket_of, longest = _buckets(of_batch[samples], _BUCKETS)
-    outcome, groups = _milp(np.bincount(bucket_of), longest, degrees, cost, config.capacity_tokens, limit_s)
+    outcome, groups = _milp(np.bincount(bucket_of), longest, degrees, costs, config.capacity_tokens, limit_s)
     said.append(outcome)
     if groups is None:
-      return _greedy(samples, of_batch, degrees, cluster.domain_ranks, config.capacity_tokens)
+      return _greedy(samples, of_batch, degrees, ranks, config.capacity_tokens)
     return _fill(samples, of_batch, bucket_of, groups)
 
-  return _plans(lengths, cluster, model, config, lay_out)
+  return _plans(lengths, costs, config, lay_out)
 
 
 # --- what both share ------------------------------------------------------------------------------------
 
 
 def _plans(
-  lengths: Sequence[int] | np.ndarray,
-  cluster: ClusterConfig,
-  model: ModelConfig,
-  config: PlannerConfig,
-  lay_out: LayOut,
+  lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConfig, lay_out: LayOut
 ) -> list[Plan]:
   """As few micro-batches as are found to hold the batch; domains are given samples by squared length."""
-  lengths = np.asarray(lengths, np.int64)
+  lengths, cluster = np.asarray(lengths, np.int64), costs.cluster
   if not len(lengths):
     return []
-  widest = allowed_sp_degrees(cluster, model, config)[-1]
+  widest = costs.degrees(config)[-1]
   if lengths.max() > widest * config.capacity_tokens:
     raise ValueError(f'a sample of {lengths.max()} tokens exceeds SP{widest} at {config.capacity_tokens}')
   room = cluster.domain_ranks * config.capacity_tokens
@@ -106,9 +100,7 @@ def _plans(
     num_plans += 1
   by_plan = [groups[i : i + cluster.domains] for i in range(0, len(groups), cluster.domains)]
   return [
-    _plan(lengths, [of for of in domains if of is not None], cluster, config).validate(
-      model.num_heads, model.num_kv_heads
-    )
+    _plan(lengths, [of for of in domains if of is not None], cluster, config).validate(costs.wire)
     for domains in by_plan
   ]
 
@@ -226,15 +218,15 @@ def _milp(
   counts: np.ndarray,
   bucket_tokens: np.ndarray,
   degrees: Sequence[int],
-  cost: CostModel,
+  costs: Costs,
   capacity_tokens: int,
   limit_s: float,
 ) -> tuple[str, list[tuple[int, np.ndarray]] | None]:
   """(outcome, each group's size and how many samples of each bucket it holds: int64 [buckets])."""
   from ortools.linear_solver import pywraplp
 
-  ranks = cost.cluster.domain_ranks
-  work_ms = 1e3 * _work_s(bucket_tokens, cost)
+  ranks, layers = costs.cluster.domain_ranks, len(costs.layers)
+  work_ms = 1e3 * _work_s(bucket_tokens, costs)
   solver = pywraplp.Solver.CreateSolver('SCIP')
   solver.SetTimeLimit(int(1e3 * limit_s))
   slowest_ms = solver.NumVar(0, solver.infinity(), '')
@@ -242,8 +234,7 @@ def _milp(
   used = [solver.BoolVar('') for _ in candidates]
   holds = [[solver.IntVar(0, int(count), '') for count in counts] for _ in candidates]
   for p, chosen, held in zip(candidates, used, holds, strict=True):
-    exchange_s = 2 * cost.model.num_layers * cost.exchange_s(p)
-    latency_s = 2 * cost.model.num_layers * cost.exchange_latency_s(p)
+    exchange_s, latency_s = 2 * layers * costs.exchange_s(p), 2 * layers * costs.exchange_latency_s(p)
     of_one = (work_ms + 1e3 * exchange_s * bucket_tokens) / p
     busy = sum(ms * n for ms, n in zip(of_one.tolist(), held, strict=True)) + 1e3 * latency_s * chosen
     solver.Add(busy <= slowest_ms)
@@ -264,16 +255,10 @@ def _milp(
   return 'optimal' if status == pywraplp.Solver.OPTIMAL else 'limit', groups
 
 
-def _work_s(lengths: np.ndarray, cost: CostModel) -> np.ndarray:
+def _work_s(lengths: np.ndarray, costs: Costs) -> np.ndarray:
   """Computation of samples in all layers, both passes, in rank-seconds: float64 [n]."""
-  kinds = cost.model.layer_kinds
-  layers = range(len(kinds))
-  linear_s = sum(cost.before_s() + cost.after_s(layer) + cost.routed_s(layer) for layer in layers)
-  work_s = lengths * ((1 + cost.linear_backward) * linear_s + 3 * cost.logits_s())
-  for kind in (FULL, SPARSE):
-    both = 1 + ATTENTION_BACKWARD_OVER_FORWARD
-    work_s = work_s + both * kinds.count(kind) * cost.attention_s(lengths, kind)
-  return work_s
+  routed_s = (1 + costs.linear_backward) * sum(layer.routed_s for layer in costs.layers)
+  return lengths * (costs.slot_s + routed_s) + costs.all_attention_s(lengths)
 
 
 def _fill(

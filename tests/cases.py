@@ -53,6 +53,19 @@ def packed(plan: Plan, program: Program | None = None) -> PlanArrays:
   return pack(plan, batch, program or plan.program(plan.domain_ranks))
 
 
+def random_lengths(rng: np.random.Generator, longest: int, most: int = 40) -> list[int]:
+  """A batch: many short samples or a few long ones, equal ones, or the longest that fits among dust."""
+  sort = rng.integers(4)
+  count = int(rng.integers(1, most))
+  if sort == 0:
+    return np.clip(rng.lognormal(np.log(longest) / 2, 1, count).astype(int), 1, longest).tolist()
+  if sort == 1:
+    return rng.integers(1, longest + 1, count).tolist()
+  if sort == 2:
+    return [int(rng.integers(1, longest + 1))] * count
+  return [longest] * int(rng.integers(1, 3)) + [1] * count
+
+
 def random_plan(
   rng: np.random.Generator,
   num_ranks: int,

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from cases import random_lengths
 
 from repack_jax.config import MODES, ClusterConfig, ModelConfig, PlannerConfig
 from repack_jax.kinds import SlidingWindowAttention
@@ -40,18 +41,6 @@ def cluster_of(mesh: str | tuple[int, int, int], **changes: float) -> ClusterCon
   return ClusterConfig(nodes=nodes, ranks_per_node=ranks_per_node, domains=domains, **(RATES | changes))
 
 
-def random_lengths(rng: np.random.Generator, longest: int) -> list[int]:
-  count = int(rng.integers(1, 20))
-  sort = rng.integers(4)
-  if sort == 0:
-    return np.clip(rng.lognormal(np.log(longest) / 2, 1, count).astype(int), 1, longest).tolist()
-  if sort == 1:
-    return rng.integers(1, longest + 1, count).tolist()
-  if sort == 2:
-    return [int(rng.integers(1, longest + 1))] * count
-  return [longest] + [int(rng.integers(1, 9))] * count
-
-
 def costs_of(mesh: str | tuple[int, int, int], model: ModelConfig = MODEL, **changes: float) -> Costs:
   return model_costs(cluster_of(mesh, **changes), model)
 
@@ -83,7 +72,7 @@ def test_no_plan_is_faster(mesh, name):
   for number in range(8):
     meeting, drifting = (costs_of(mesh, model, prefetch_layers=ahead) for ahead in (0, 1))
     capacity = int(rng.choice([8, 64, 200]))
-    lengths = random_lengths(rng, min(16, meeting.cluster.domain_ranks) * capacity)
+    lengths = random_lengths(rng, min(16, meeting.cluster.domain_ranks) * capacity, most=20)
     for mode in MODES:
       config = PlannerConfig(mode=mode, capacity_tokens=capacity, capacity_step_tokens=number % 2)
       for costs in (meeting, drifting):

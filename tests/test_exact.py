@@ -7,9 +7,10 @@ import numpy as np
 import planner_peers
 import pytest
 
-from repack_jax.config import ClusterConfig, ModelConfig, PlannerConfig, allowed_sp_degrees
+from repack_jax.config import ClusterConfig, ModelConfig, PlannerConfig
 from repack_jax.plan.plan import Group, Plan, PlanError
-from repack_jax.predict.cost_model import CostModel
+from repack_jax.predict.cost_model import model_costs
+from repack_jax.predict.costs import Costs
 from repack_jax.predict.plan_times import predicted_s
 from repack_jax.solver import solve
 from repack_jax.solver.bounds import lower_bound_s
@@ -25,11 +26,10 @@ RATES = {
 }  # fmt: skip
 
 
-def cluster_of(nodes: int, ranks_per_node: int, domains: int = 1, **rates: float) -> ClusterConfig:
+def costs_of(nodes: int, ranks_per_node: int, domains: int = 1, **changes: float) -> Costs:
   """Ranks meet at each layer, as `predicted_s` has it."""
-  return ClusterConfig(
-    nodes=nodes, ranks_per_node=ranks_per_node, domains=domains, prefetch_layers=0, **(RATES | rates)
-  )
+  shape = {'nodes': nodes, 'ranks_per_node': ranks_per_node, 'domains': domains, 'prefetch_layers': 0}
+  return model_costs(ClusterConfig(**(shape | RATES | changes)), MODEL)
 
 
 def skewed(rng: np.random.Generator, count: int) -> list[int]:
@@ -40,7 +40,8 @@ def skewed(rng: np.random.Generator, count: int) -> list[int]:
   return lengths.tolist()
 
 
-def config_of(lengths: list[int], cluster: ClusterConfig, mode: str, slack: float = 1.3) -> PlannerConfig:
+def config_of(lengths: list[int], costs: Costs, mode: str, slack: float = 1.3) -> PlannerConfig:
+  cluster = costs.cluster
   capacity = max(slack * sum(lengths) / cluster.num_ranks, max(lengths) / cluster.domain_ranks)
   return PlannerConfig(mode=mode, capacity_tokens=int(capacity) + 1, capacity_step_tokens=1)
 
@@ -58,10 +59,10 @@ def tilings(first: int, size: int, degrees: tuple[int, ...]) -> list[list[tuple[
   return whole + [a + b for a, b in itertools.product(left, right)]
 
 
-def all_plans(lengths: list[int], cluster: ClusterConfig, config: PlannerConfig):
+def all_plans(lengths: list[int], costs: Costs, config: PlannerConfig):
   """Each sample in any group or alone on any rank, for all ways to cut ranks into children and parents."""
-  free, ranks = config.mode == 'solve', cluster.domain_ranks
-  shapes = tilings(0, ranks, allowed_sp_degrees(cluster, MODEL, config))
+  free, ranks = config.mode == 'solve', costs.cluster.domain_ranks
+  shapes = tilings(0, ranks, costs.degrees(config))
   for shape, around in itertools.product(shapes, shapes) if free else zip(shapes, shapes, strict=True):
     for homes in itertools.product(range(len(shape) + ranks * free), repeat=len(lengths)):
       held = [tuple(s for s, home in enumerate(homes) if home == c) for c in range(len(shape) + ranks)]
@@ -77,7 +78,7 @@ def all_plans(lengths: list[int], cluster: ClusterConfig, config: PlannerConfig)
       )
       plan = Plan(
         tuple(range(len(lengths))), tuple(lengths), parents, children, config.mode, config.capacity_tokens,
-        ranks, ranks, cluster.ranks_per_node, solo,
+        ranks, ranks, costs.cluster.ranks_per_node, solo,
       )  # fmt: skip
       try:
         plan.validate()
@@ -90,52 +91,56 @@ def all_plans(lengths: list[int], cluster: ClusterConfig, config: PlannerConfig)
 @pytest.mark.parametrize('mesh', [(2, 2), (1, 4), (4, 1)])
 def test_no_plan_is_faster(mesh, mode):
   rng = np.random.default_rng(sum(mesh) + len(mode))
-  cluster = cluster_of(*mesh)
+  costs = costs_of(*mesh)
   for count in (2, 3):
     lengths = skewed(rng, count)
-    config = config_of(lengths, cluster, mode)
-    plan, proven = exact(lengths, cluster, MODEL, config)
-    fastest = min(predicted_s(p, CostModel(cluster, MODEL)) for p in all_plans(lengths, cluster, config))
-    assert proven and predicted_s(plan, CostModel(cluster, MODEL)) == pytest.approx(fastest, rel=1e-5)
+    config = config_of(lengths, costs, mode)
+    plan, proven = exact(lengths, costs, config)
+    fastest = min(predicted_s(p, costs) for p in all_plans(lengths, costs, config))
+    assert proven and predicted_s(plan, costs) == pytest.approx(fastest, rel=1e-5)
 
 
 # --- by hand --------------------------------------------------------------------------------------------
 
 
 def test_obvious_plans():
-  cluster = cluster_of(2, 2)
-  equal = exact([400] * 4, cluster, MODEL, PlannerConfig(capacity_tokens=400))
+  costs = costs_of(2, 2)
+  equal = exact([400] * 4, costs, PlannerConfig(capacity_tokens=400))
   assert equal[1] and [(g.size, len(g.samples)) for g in equal[0].children] == [(1, 1)] * 4
-  (alone, proven) = exact([4000], cluster, MODEL, PlannerConfig(capacity_tokens=1000))
+  (alone, proven) = exact([4000], costs, PlannerConfig(capacity_tokens=1000))
   assert proven and alone.parents == alone.children == (Group(0, 4, (0,)),)
   # Two long samples, a node each: the other ranks of a node would idle with anything narrower.
-  pair, proven = exact([2000, 2000], cluster, MODEL, PlannerConfig(capacity_tokens=2000))
+  pair, proven = exact([2000, 2000], costs, PlannerConfig(capacity_tokens=2000))
   assert proven and [(g.first_rank, g.size, len(g.samples)) for g in pair.parents] == [(0, 2, 1), (2, 2, 1)]
 
 
 def test_solo_samples_beside_a_long_one():
   """All ranks share the long sample, and each has a short one that stays out of its exchanges."""
-  cluster, lengths = cluster_of(2, 2), [2000, 500, 500, 500, 500]
+  costs, lengths = costs_of(2, 2), [2000, 500, 500, 500, 500]
   config = PlannerConfig(capacity_tokens=1000)
-  plan, proven = exact(lengths, cluster, MODEL, config)
+  plan, proven = exact(lengths, costs, config)
   assert proven and plan.parents == plan.children == (Group(0, 4, (0,)),)
   assert [group.first_rank for group in plan.solo] == [0, 1, 2, 3]
-  disabled, proven = exact(lengths, cluster, MODEL, dataclasses.replace(config, mode='parents'))
+  disabled, proven = exact(lengths, costs, dataclasses.replace(config, mode='parents'))
   assert proven and disabled.parents == disabled.children == (Group(0, 4, (0, 1, 2, 3, 4)),)
 
 
 def test_what_it_refuses():
-  cluster, config = cluster_of(2, 2), PlannerConfig(capacity_tokens=100)
+  costs, config = costs_of(2, 2), PlannerConfig(capacity_tokens=100)
   with pytest.raises(ValueError, match=r'ClusterConfig.domains = 2: exact plans are of one domain'):
-    exact([1], cluster_of(2, 2, domains=2), MODEL, config)
+    exact([1], costs_of(2, 2, domains=2), config)
   with pytest.raises(ValueError, match="exact plans are of mode 'parents' or 'solve'"):
-    exact([1], cluster, MODEL, PlannerConfig(mode='repack'))
+    exact([1], costs, PlannerConfig(mode='repack'))
+  with pytest.raises(
+    ValueError, match=r'ClusterConfig\.wire_row_bytes = 512: exact plans are of rows of one'
+  ):
+    exact([1], costs_of(2, 2, wire_row_bytes=512), dataclasses.replace(config, capacity_tokens=128))
   with pytest.raises(ValueError, match='no samples'):
-    exact([], cluster, MODEL, config)
+    exact([], costs, config)
   with pytest.raises(ValueError, match='2 samples of 600 tokens do not fit into one micro-batch'):
-    exact([300, 300], cluster, MODEL, config)
+    exact([300, 300], costs, config)
   with pytest.raises(ValueError, match='the widest group, SP4'):
-    exact([401], cluster, MODEL, config)
+    exact([401], costs, config)
 
 
 # --- beside the fast planner and the bound --------------------------------------------------------------
@@ -144,15 +149,15 @@ def test_what_it_refuses():
 def test_between_bound_and_planner():
   rng = np.random.default_rng(5)
   for _ in range(10):
-    cluster = cluster_of(2, int(rng.choice([2, 4])))
+    costs = costs_of(2, int(rng.choice([2, 4])))
     lengths = skewed(rng, int(rng.integers(2, 7)))
     for mode in ('parents', 'solve'):
-      config = config_of(lengths, cluster, mode)
-      best, _ = exact(lengths, cluster, MODEL, config, limit_s=10)
-      seconds = predicted_s(best, CostModel(cluster, MODEL))
-      plans = solve(lengths, cluster, MODEL, config)
-      assert lower_bound_s(lengths, cluster, MODEL, config) <= seconds * (1 + 1e-6)
-      assert seconds <= sum(predicted_s(plan, CostModel(cluster, MODEL)) for plan in plans) * (1 + 1e-6)
+      config = config_of(lengths, costs, mode)
+      best, _ = exact(lengths, costs, config, limit_s=10)
+      seconds = predicted_s(best, costs)
+      plans = solve(lengths, costs, config).plans
+      assert lower_bound_s(lengths, costs, config) <= seconds * (1 + 1e-6)
+      assert seconds <= sum(predicted_s(plan, costs) for plan in plans) * (1 + 1e-6)
 
 
 # --- peers ----------------------------------------------------------------------------------------------
@@ -161,43 +166,43 @@ def test_between_bound_and_planner():
 @pytest.mark.parametrize('mesh', [(2, 4), (1, 2), (2, 2, 3)])
 def test_peers_make_legal_plans(mesh):
   rng = np.random.default_rng(sum(mesh))
-  cluster = cluster_of(*mesh)
+  costs = costs_of(*mesh)
   for slack, count in ((1.4, 30), (0.5, 12)):  # one micro-batch, or three
     lengths = skewed(rng, count)
-    config = config_of(lengths, cluster, 'parents', slack)
+    config = config_of(lengths, costs, 'parents', slack)
     outcomes: list[str] = []
     makers = (planner_peers.longest_first_greedy, planner_peers.flexsp_milp)
     for maker, extra in zip(makers, ({}, {'limit_s': 0.5, 'outcomes': outcomes}), strict=True):
-      plans = maker(lengths, cluster, MODEL, config, **extra)
+      plans = maker(lengths, costs, config, **extra)
       assert sorted(s for plan in plans for s in plan.sample_ids) == list(range(count))
       assert len(plans) >= (2 if slack < 1 else 1)
       for plan in plans:
-        plan.validate(MODEL.num_heads, MODEL.num_kv_heads)
-        assert plan.parents == plan.children and plan.num_ranks == cluster.num_ranks
+        plan.validate(MODEL.wire)
+        assert plan.parents == plan.children and plan.num_ranks == costs.cluster.num_ranks
         assert plan.lengths == tuple(lengths[s] for s in plan.sample_ids)
-    assert len(outcomes) >= cluster.domains and set(outcomes) <= {'optimal', 'limit', 'greedy'}
+    assert len(outcomes) >= costs.cluster.domains and set(outcomes) <= {'optimal', 'limit', 'greedy'}
 
 
 def test_greedy_by_hand():
   def groups(lengths: list[int], capacity: int) -> list[tuple[int, list[int]]]:
     config = PlannerConfig(capacity_tokens=capacity)
-    (plan,) = planner_peers.longest_first_greedy(lengths, cluster_of(1, 4), MODEL, config)
+    (plan,) = planner_peers.longest_first_greedy(lengths, costs_of(1, 4), config)
     return [(group.size, [lengths[s] for s in group.samples]) for group in plan.parents]
 
   assert groups([15, 3, 2, 2], 10) == [(2, [15]), (1, [3]), (1, [2, 2])]
   assert groups([15, 3], 10) == [(2, [15]), (2, [3])]  # a rank is left over
   assert groups([5], 10) == [(4, [5])]
-  assert planner_peers.longest_first_greedy([], cluster_of(1, 4), MODEL, PlannerConfig()) == []
+  assert planner_peers.longest_first_greedy([], costs_of(1, 4), PlannerConfig()) == []
   with pytest.raises(ValueError, match='a sample of 41 tokens exceeds SP4 at 10'):
     groups([41], 10)
 
 
 def test_milp_by_hand():
   """Two long samples share a node each, where every sample is a bucket of its own."""
-  lengths, cluster = [2000, 2000, 8, 16], cluster_of(2, 2)
+  lengths, costs = [2000, 2000, 8, 16], costs_of(2, 2)
   outcomes: list[str] = []
   config = PlannerConfig(capacity_tokens=1500)
-  (plan,) = planner_peers.flexsp_milp(lengths, cluster, MODEL, config, outcomes=outcomes)
+  (plan,) = planner_peers.flexsp_milp(lengths, costs, config, outcomes=outcomes)
   assert [group.size for group in plan.parents] == [2, 2] and outcomes == ['optimal']
   assert [sum(s < 2 for s in group.samples) for group in plan.parents] == [1, 1]
 

@@ -13,13 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cases import random_plan
+from cases import packed, random_plan
 
 import repack_jax.report
-from repack_jax.config import FULL, SPARSE, DataConfig, ModelConfig, PlannerConfig, RunConfig
-from repack_jax.config.cluster import ClusterConfig
-from repack_jax.plan.plan import Group, Plan
-from repack_jax.predict.cost_model import CostModel
+from repack_jax.config import ClusterConfig, DataConfig, ModelConfig, PlannerConfig, RunConfig
+from repack_jax.plan.plan import LAYOUTS, Group, Plan
+from repack_jax.predict.cost_model import model_costs
 from repack_jax.predict.plan_times import plan_times
 from repack_jax.predict.simulator import CAUSES, simulate
 from repack_jax.report import Case, plan_page, trace, write_trace
@@ -55,8 +54,8 @@ def make_plans(run, seed=0, micro_batches=1, solo=0.0):
 
 
 def make_case(run, name, plans, **how):
-  cost = CostModel(run.cluster, run.model)
-  return Case(name, tuple(plans), simulate(cost, plans, spans=True, **how))
+  costs = model_costs(run.cluster, run.model)
+  return Case(name, tuple(plans), simulate(costs, plans, spans=True, **how))
 
 
 def make_cases(run, plans):
@@ -141,7 +140,7 @@ def test_scripts_styles_and_markup_agree():
     assert f'id="{name}"' in markup, name
   light, dark = (FOLDER / 'plan.css').read_text().split('@media (prefers-color-scheme: dark)')
   for cause in CAUSES:
-    name = cause.removeprefix('wait: ').replace(' ', '-')
+    name = re.sub("'s?", '', cause.removeprefix('wait: ')).replace(' ', '-')
     name = 'waiting' if name == 'step-end' else name
     assert f'--{name}:' in light
     assert f'--{name}:' in dark
@@ -181,7 +180,7 @@ def test_cases_that_cannot_be_compared_are_refused():
   with pytest.raises(ValueError, match='16 ranks; the run has 32'):
     trace(make_run(4), [case])
   with pytest.raises(ValueError, match='spans=True'):
-    Case('repack', tuple(plans), simulate(CostModel(run.cluster, run.model), plans))
+    Case('repack', tuple(plans), simulate(model_costs(run.cluster, run.model), plans))
   with pytest.raises(ValueError, match='no plans'):
     Case('repack', (), case.simulated)
 
@@ -209,37 +208,39 @@ def test_blocks_hold_every_token(seed, solo):
   assert of_sample.tolist() == list(plan.lengths)
 
 
-@pytest.mark.parametrize('kind', [FULL, SPARSE])
+@pytest.mark.parametrize('layout', LAYOUTS)
 @pytest.mark.parametrize('solo', [0.0, 0.7])
 @pytest.mark.parametrize('seed', range(5))
-def test_blocks_hold_all_work(seed, solo, kind):
+def test_blocks_hold_all_work(seed, solo, layout):
   run = make_run()
   plan = make_plans(run, seed, solo=solo)[0]
-  cost = CostModel(run.cluster, run.model)
-  times = plan_times(plan, cost).kinds[kind]
-  work, alone = work_blocks(plan, cost, kind)
-  assert [tuple(blocks[::2]) for blocks in work] == [group.samples for group in plan.groups(kind)]
-  of_rank = amounts(work)[times.groups.of]
-  np.testing.assert_allclose(of_rank, times.core_s, rtol=1e-5)
-  np.testing.assert_allclose(amounts(alone), times.solo_s, rtol=1e-5)
-  assert times.solo_s.any() == bool(solo)
+  costs = model_costs(run.cluster, run.model)
+  times = plan_times(plan, costs)
+  (core,) = times.layouts[layout].cores.values()
+  work, alone = work_blocks(plan, costs, layout)
+  assert [tuple(blocks[::2]) for blocks in work] == [group.samples for group in plan.groups(layout)]
+  of_rank = amounts(work)[times.layouts[layout].groups.of]
+  np.testing.assert_allclose(of_rank, core.group_s, rtol=1e-5)
+  np.testing.assert_allclose(amounts(alone), core.solo_s, rtol=1e-5)
+  assert core.solo_s.any() == bool(solo)
 
 
 def test_exchange_is_what_the_ranks_send():
   """A sample's bytes by its group's degree add up to all that is sent; solo samples add nothing."""
   run = make_run(4)
   plan = make_plans(run, 3, solo=0.7)[0]
-  for kind in (FULL, SPARSE):
+  wire, times = run.model.wire, plan_times(plan, model_costs(run.cluster, run.model))
+  for layout in LAYOUTS:
     sent = np.zeros(2)
-    for group in plan.groups(kind):
+    for group in plan.groups(layout):
       tokens = sum(plan.lengths[s] for s in group.samples)
-      sent += tokens * np.array(exchange_bytes(run.model, group.size, run.cluster.ranks_per_node))
-    traffic = plan_times(plan, CostModel(run.cluster, run.model)).kinds[kind].attention
+      sent += tokens * np.array(exchange_bytes(wire, group.size, run.cluster.ranks_per_node))
+    traffic = times.layouts[layout].attention
     np.testing.assert_allclose(sent, [traffic.intra.sum(), traffic.inter.sum()])
-  assert exchange_bytes(run.model, 1, 8) == [0, 0]
+  assert exchange_bytes(wire, 1, 8) == [0, 0]
   data = page_data(run, [make_case(run, 'solve', [plan])])
   sizes = {group.size for group in (*plan.parents, *plan.children)}
-  assert data['exchange'] == {str(size): exchange_bytes(run.model, size, 8) for size in sizes}
+  assert data['exchange'] == {str(size): exchange_bytes(wire, size, 8) for size in sizes}
 
 
 def test_solo_samples_are_counted():
@@ -253,6 +254,30 @@ def test_solo_samples_are_counted():
   for batch, plan in zip(shown['micro_batches'], plans, strict=True):
     assert [rank for rank, row in enumerate(batch['solo_held']) if row] == [g.first_rank for g in plan.solo]
     assert [row[::2] for row in batch['solo_work']] == [row[::2] for row in batch['solo_held']]
+
+
+@pytest.mark.parametrize('seed', range(10))
+def test_blocks_are_what_is_packed(seed):
+  """On each rank, in rows of several tokens too: child by child, where lengths fill no whole rows."""
+  rng = np.random.default_rng(seed)
+  row = int(rng.choice([1, 2, 8]))
+  plan = random_plan(rng, 16, 3 * row, 16, 8, solo=0.7 * (seed % 2), row_tokens=row)
+  held, alone = held_blocks(plan)
+  assert amounts(held).tolist() == plan.shared_tokens.tolist()
+  assert (amounts(held) + amounts(alone)).tolist() == plan.rank_tokens.tolist()
+  segments = packed(plan).segments
+  for rank, begin in enumerate(plan.shared_slots):
+    for blocks, slots in ((held[rank], segments[rank, :begin]), (alone[rank], segments[rank, begin:])):
+      filled = slots[slots >= 0]
+      assert np.repeat(blocks[::2], blocks[1::2]).tolist() == filled.tolist()
+
+
+def test_blocks_in_rows_of_two_tokens():
+  """A child of 5 and 2 tokens over 4 ranks: whole rows but for the last token."""
+  groups = (Group(0, 4, (1, 0)),)
+  plan = Plan((0, 1), (2, 5), groups, groups, 'parents', 2, 4, 4, 4, row_tokens=2).validate()
+  assert plan.shared_tokens.tolist() == [2, 2, 2, 1] and plan.shared_slots.tolist() == [2] * 4
+  assert held_blocks(plan) == ([[1, 2], [1, 2], [1, 1, 0, 1], [0, 1]], [[]] * 4)
 
 
 def test_blocks_follow_the_stream():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from cases import random_lengths
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -51,19 +52,6 @@ def costs_of(mesh: str, model: ModelConfig = MODEL, **changes: float) -> Costs:
 
 def plans_of(lengths, mesh: str, mode: str, capacity: int, **config: int) -> tuple[Plan, ...]:
   return solve(lengths, costs_of(mesh), PlannerConfig(mode=mode, capacity_tokens=capacity, **config)).plans
-
-
-def random_lengths(rng: np.random.Generator, longest: int) -> list[int]:
-  """A batch: many short samples or a few long ones, equal ones, or the longest that fits among dust."""
-  sort = rng.integers(4)
-  count = int(rng.integers(1, 40))
-  if sort == 0:
-    return np.clip(rng.lognormal(np.log(longest) / 2, 1, count).astype(int), 1, longest).tolist()
-  if sort == 1:
-    return rng.integers(1, longest + 1, count).tolist()
-  if sort == 2:
-    return [int(rng.integers(1, longest + 1))] * count
-  return [longest] * int(rng.integers(1, 3)) + [1] * count
 
 
 def sizes(groups) -> list[int]:

@@ -143,7 +143,7 @@ class Plan:
     solo: groups of one rank, ascending, whose samples run on it alone in every layer. They are in no parent
       and no child.
     row_tokens: a child's ranks hold multiples of so many slots, so that what they send fills whole rows on
-      the wire (`cost.row_tokens`). The slots past a child's last token are padding.
+      the wire (`Wire.row_tokens`). The slots past a child's last token are padding.
   """
 
   sample_ids: tuple[int, ...]
@@ -382,7 +382,7 @@ def _check_nesting(plan: Plan) -> None:
       ):
         raise PlanError(
           f'child {child} spans nodes of {plan.ranks_per_node} ranks; only a parent that keeps the wide '
-          'layout in sparse layers may'
+          "layout in the children's layers may"
         )
     if tuple(stream) != parent.samples:
       raise PlanError(f"parent {parent}: its stream is not its children's streams end to end")

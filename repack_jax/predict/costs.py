@@ -14,6 +14,7 @@ from functools import cached_property
 
 import numpy as np
 
+from repack_jax.checks import check_choice, require
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.config.run import PlannerConfig, allowed_sp_degrees
 from repack_jax.plan.plan import LAYOUTS, Plan
@@ -27,7 +28,7 @@ OfLengths = Callable[[np.ndarray], np.ndarray]  # tokens of samples int64 [n] ->
 
 @dataclass(frozen=True)
 class LayerCosts:
-  """A layer.
+  """A layer. Raises ConfigError for an unknown layout.
 
   Attributes:
     layout: `PARENTS` or `CHILDREN`: whose groups run its attention.
@@ -49,10 +50,13 @@ class LayerCosts:
   gather_s: float = 0.0
   reduce_s: float = 0.0
 
+  def __post_init__(self) -> None:
+    check_choice(self, layout=LAYOUTS)
+
 
 @dataclass(frozen=True)
 class Costs:
-  """A training step on a cluster.
+  """A training step on a cluster. Raises ConfigError where its parts contradict each other.
 
   Attributes:
     cluster: shape and links.
@@ -87,6 +91,18 @@ class Costs:
   data_reduce_s: float = 0.0
   optimizer_s: float = 0.0
   flops: OfLengths | None = None
+
+  def __post_init__(self) -> None:
+    node_ranks = self.cluster.ranks_per_node
+    require(bool(self.layers), 'Costs.layers', self.layers, 'name at least one layer')
+    require(
+      self.expert_ranks in (1, node_ranks), 'Costs.expert_ranks', self.expert_ranks,
+      f'must be 1, or all ranks of a node: ClusterConfig.ranks_per_node = {node_ranks}',
+    )  # fmt: skip
+    require(
+      self.expert_ranks > 1 or self.expert_bytes_per_token == 0, 'Costs.expert_bytes_per_token',
+      self.expert_bytes_per_token, 'must be 0 with Costs.expert_ranks = 1: no expert is on another rank',
+    )  # fmt: skip
 
   def degrees(self, planner: PlannerConfig) -> tuple[int, ...]:
     """Returns the SP degrees that heads, mesh and planner all allow, ascending; 1 is always among them."""

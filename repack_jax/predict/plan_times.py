@@ -150,6 +150,7 @@ def _layout_times(plan: Plan, costs: Costs, layout: str, shared: np.ndarray) -> 
   tiling = Tiling.at(np.array([group.first_rank for group in groups]), plan.num_ranks)
   degree = np.array([group.size for group in groups])[tiling.of]
   tokens = shared.astype(np.float64)
+  sent = -(-tokens // plan.row_tokens) * plan.row_tokens  # whole rows travel, padding and all
   nodes = _nodes(plan)
   head_bytes = wire.itemsize * wire.head_dim
   dispatch, combine = (
@@ -157,11 +158,11 @@ def _layout_times(plan: Plan, costs: Costs, layout: str, shared: np.ndarray) -> 
   )
 
   local = np.minimum(degree, plan.ranks_per_node)
-  group_tokens = tiling.sum(tokens)
+  of_group = tiling.sum(sent)
   # A group lies in a node or covers whole nodes.
-  near_tokens = np.where(degree > plan.ranks_per_node, nodes.sum(tokens), group_tokens)
-  intra = np.maximum(tokens * (local - 1), near_tokens - tokens)
-  inter = np.maximum(tokens * (degree - local), group_tokens - near_tokens)
+  near = np.where(degree > plan.ranks_per_node, nodes.sum(sent), of_group)
+  intra = np.maximum(sent * (local - 1), near - sent)
+  inter = np.maximum(sent * (degree - local), of_group - near)
 
   def site_s(row_bytes: np.ndarray) -> np.ndarray:
     seconds = link_s(costs.cluster, intra * row_bytes, inter * row_bytes, degree > local)
@@ -169,7 +170,7 @@ def _layout_times(plan: Plan, costs: Costs, layout: str, shared: np.ndarray) -> 
 
   both = dispatch + combine
   held = tokens + (plan.rank_tokens - plan.shared_tokens)
-  routed, expert_s, sent = _expert_times(plan, costs, held, nodes)
+  routed, expert_s, expert_bytes = _expert_times(plan, costs, held, nodes)
   return LayoutTimes(
     slots=plan.capacity_tokens,
     tokens=held,
@@ -180,8 +181,8 @@ def _layout_times(plan: Plan, costs: Costs, layout: str, shared: np.ndarray) -> 
     result_heads=wire.combine_heads(degree),
     routed_tokens=routed,
     expert_exchange_s=expert_s,
-    attention=Traffic(tokens * (local - 1) * both, tokens * (degree - local) * both),
-    experts=Traffic(sent, np.zeros(plan.num_ranks)),
+    attention=Traffic(sent * (local - 1) * both, sent * (degree - local) * both),
+    experts=Traffic(expert_bytes, np.zeros(plan.num_ranks)),
   )
 
 

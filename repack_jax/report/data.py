@@ -96,8 +96,8 @@ def layout_data(plan: Plan, costs: Costs) -> Data:
   Returns, besides what the plan says of itself:
     parents, children: [first rank, size, number of samples] of each group.
     held, solo_held: blocks of tokens that each rank holds, of its child's stream and of solo samples.
-    work, solo_work: blocks of seconds of a full layer's attention core: of each parent, what every rank of
-      it computes, and of each rank, what it computes of solo samples.
+    work, solo_work: blocks of seconds of the attention core of a layer in the parents' layout: of each
+      parent, what every rank of it computes, and of each rank, what it computes of solo samples.
   """
   held, solo_held = held_blocks(plan)
   work, solo_work = work_blocks(plan, costs, PARENTS)

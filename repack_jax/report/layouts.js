@@ -74,7 +74,8 @@ class Layout extends Rows {
       : `the fullest rank holds ${whole(this.most)} of ${plural(shownBatch().capacity, 'slot')}${over}`;
     const text = `${groups.join(', ')}; ${facts}`;
     byId(this.ofParents ? 'parents-facts' : 'children-facts').textContent = text;
-    this.base.setAttribute('aria-label', `Layers in the ${this.ofParents ? 'parents' : 'children'}' layout: ${text}`);
+    const whose = this.ofParents ? "parents'" : "children's";
+    this.base.setAttribute('aria-label', `Layers in the ${whose} layout: ${text}`);
   }
 
   draw() {
@@ -292,7 +293,7 @@ function sampleFacts(id) {
   const exchange = ([, size]) => exchangeText(batch.lengths[sample], size);
   return (
     `${plural(batch.lengths[sample], 'token')}. ` +
-    `Full layers: SP${parent[1]} on ${rankSpan(parent[0], parent[1])}, ${exchange(parent)}. ` +
-    `Sparse layers: SP${child[1]}, held by ${rankSpan(holders[0], holders.length)}, ${exchange(child)}.`
+    `In the parents' layout: SP${parent[1]} on ${rankSpan(parent[0], parent[1])}, ${exchange(parent)}. ` +
+    `In the children's: SP${child[1]}, held by ${rankSpan(holders[0], holders.length)}, ${exchange(child)}.`
   );
 }

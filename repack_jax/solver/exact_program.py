@@ -146,9 +146,10 @@ class Program:
 
   def _minimize(self) -> None:
     costs = self.costs
-    # A unit that divides the seconds of a slot: the others are of whole samples and round well.
-    slot_units = max(1, round(costs.slot_s / lower_bound_s(self.lengths, costs, self.config) * _UNITS))
-    self.unit_s = costs.slot_s / slot_units
+    # A unit that divides the seconds of a slot, if it takes any: others are of whole samples and round well.
+    bound_s = lower_bound_s(self.lengths, costs, self.config)
+    slot_units = max(1, round(costs.slot_s / bound_s * _UNITS)) if costs.slot_s else 0
+    self.unit_s = costs.slot_s / slot_units if slot_units else bound_s / _UNITS
     total: cp_model.LinearExpr = slot_units * self._slots()
     exchange = {
       PARENTS: {p: self._exchange(p) for p in self.blocks},
