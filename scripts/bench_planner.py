@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import bench_common
 import numpy as np
@@ -42,7 +43,7 @@ from repack_jax.solver.bounds import lower_bound_s
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Files = dict[str, 'np.ndarray | Histogram']
-Rows = list[dict[str, object]]
+Rows = list[dict[str, Any]]
 
 SIZES = ((1, 1_000, 0.020), (16, 16_000, 0.300), (128, 131_000, 3.0))  # domains, samples, seconds aimed at
 COMPARED = ('parents', 'repack', 'solve')
@@ -81,7 +82,7 @@ def time_rows(files: Files, args: argparse.Namespace) -> Rows:
     for name, lengths in files.items():
       bench_common.progress(f'{32 * domains} ranks, {name}')
       warm_up, *cases = planner_cases.real_cases(name, lengths, domains, samples, args.batches + 1)
-      row: dict[str, object] = {
+      row: dict[str, Any] = {
         'ranks': 32 * domains,
         'samples': samples,
         'lengths': name,
@@ -142,7 +143,7 @@ def exact_rows(files: Files, args: argparse.Namespace) -> Rows:
   return [summary(mode, mesh, found) for mode in ('parents', 'solve') for mesh in meshes]
 
 
-def summary(mode: str, mesh: str, found: Rows) -> dict[str, object]:
+def summary(mode: str, mesh: str, found: Rows) -> dict[str, Any]:
   chosen = [row for row in found if row['mode'] == mode and mesh in (row['mesh'], 'all')]
   whole = [row for row in chosen if not row['split']]
   gaps = [row['gap'] for row in whole]
@@ -187,7 +188,7 @@ def bound_rows(files: Files, args: argparse.Namespace) -> Rows:
           plans = plans_of(case, mode)
           gaps[mode].append(step_s(plans, case.costs) / bound_s - 1)
         parts.append({cause: s / bound_s for cause, s in causes_s(plans, case).items()})
-      row: dict[str, object] = {'ranks': 32 * domains, 'lengths': name}
+      row: dict[str, Any] = {'ranks': 32 * domains, 'lengths': name}
       for mode in reversed(COMPARED):
         row |= {f'{mode}_%': percent(gaps[mode]), f'{mode}_worst_%': percent(gaps[mode], 1.0)}
       row |= {f'{cause}_%': percent([part[cause] for part in parts]) for cause in parts[0]}
@@ -226,7 +227,7 @@ def peers_rows(files: Files, args: argparse.Namespace) -> Rows:
     for number, case in enumerate(planner_cases.real_cases(name, lengths, 1, 1_000, args.batches)):
       bench_common.progress(f'{name}, batch {number}')
       arguments = (case.lengths, case.costs, case.config)
-      makers = {
+      makers: dict[str, Callable[[], Sequence[Plan]]] = {
         'solve': partial(plans_of, case, 'solve'),
         'parents': partial(plans_of, case, 'parents'),
         'flexsp_milp': partial(planner_peers.flexsp_milp, *arguments, outcomes=outcomes),
