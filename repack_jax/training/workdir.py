@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from repack_jax.checks import ConfigError
 from repack_jax.config.gin_files import load, resolved
 from repack_jax.config.model import ModelConfig
+from repack_jax.config.paths import is_path
 from repack_jax.config.run import DataConfig, RunConfig
 from repack_jax.kinds import LayerKind
 
@@ -22,8 +24,10 @@ def check_workdir(run: RunConfig, workdir: Path) -> None:
   for old, new in zip(load([str(saved)], []).sections(), run.sections(), strict=True):
     if not isinstance(old, _FIXED):
       continue
-    for name, value in vars(old).items():
-      if name != 'kinds' and value != getattr(new, name):
+    for field in dataclasses.fields(old):
+      name, value = field.name, getattr(old, field.name)
+      # Data may move: what is in them is checked against the checkpoint. Kinds are sections of their own.
+      if name != 'kinds' and not is_path(field, value) and value != getattr(new, name):
         raise ConfigError(
           f'{type(new).__name__}.{name} = {getattr(new, name)!r}: the run in {workdir} has {value!r}. '
           'Resume it with the same value, or give another --workdir'
