@@ -95,7 +95,7 @@ class Setup:
       log.info('XLA_FLAGS: %s', os.environ['XLA_FLAGS'])
 
   def planned_steps(self, data_state: DataState | None, workdir: Path | None = None) -> Iterator[PlannedStep]:
-    """The steps from here on, planned and packed; pages of some go to the workdir as they are planned."""
+    """Returns the steps from here on, planned and packed; pages of some go to the workdir on the way."""
     from repack_jax.data.batches import Batcher
     from repack_jax.training.hooks import Every
     from repack_jax.training.planned_steps import planned_steps

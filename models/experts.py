@@ -28,7 +28,7 @@ from repack_jax.training.context import StepContext
 
 
 class ExpertStats(NamedTuple):
-  """Of one layer on this rank: sums over its tokens.
+  """Sums over the tokens of this rank in one layer.
 
   Attributes:
     balance, router_z: float32 scalars, the sums of the two auxiliary losses, not yet weighted.
@@ -43,7 +43,7 @@ class ExpertStats(NamedTuple):
 
 
 def block_rows(config: ModelConfig, capacity_tokens: int, expert_ranks: int) -> int:
-  """C: rows of the block that a rank sends to each expert rank.
+  """Returns C, the rows of the block that a rank sends to each expert rank.
 
   `expert_capacity_factor` times a perfectly balanced share; 0, or a factor beyond it, gives the most that
   can ever be sent: a token goes to a rank once for each of its chosen experts there.

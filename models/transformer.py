@@ -107,13 +107,13 @@ class Stack:
     return self.first + self.length * self.repeats
 
   def run_layers(self, run: int) -> np.ndarray:
-    """The layers of a run, int [repeats, layers of the run]."""
+    """Returns the layers of a run, int [repeats, layers of the run]."""
     place = self.first + sum(self.runs[:run]) + np.arange(self.runs[run])
     return place + self.length * np.arange(self.repeats)[:, None]
 
 
 def stacks(config: ModelConfig) -> list[Stack]:
-  """The layers of the model as stacks of runs."""
+  """Returns the layers of the model as stacks of runs."""
   period = len(config.pattern)
   dense = config.dense_layers if config.num_experts else 0
   head = min(-(-dense // period) * period, config.num_layers)

@@ -30,7 +30,7 @@ import bench_common
 import numpy as np
 import planner_cases
 import planner_peers
-from planner_cases import Case
+from planner_cases import PlanCase
 
 from repack_jax.commands import command_line
 from repack_jax.data.lengths import Histogram, read_lengths
@@ -49,11 +49,11 @@ SIZES = ((1, 1_000, 0.020), (16, 16_000, 0.300), (128, 131_000, 3.0))  # domains
 COMPARED = ('parents', 'repack', 'solve')
 
 
-def solution_of(case: Case, mode: str) -> Solution:
+def solution_of(case: PlanCase, mode: str) -> Solution:
   return solve(case.lengths, case.costs, dataclasses.replace(case.config, mode=mode))
 
 
-def plans_of(case: Case, mode: str) -> Sequence[Plan]:
+def plans_of(case: PlanCase, mode: str) -> Sequence[Plan]:
   return solution_of(case, mode).plans
 
 
@@ -196,7 +196,7 @@ def bound_rows(files: Files, args: argparse.Namespace) -> Rows:
   return rows
 
 
-def causes_s(plans: Sequence[Plan], case: Case) -> dict[str, float]:
+def causes_s(plans: Sequence[Plan], case: PlanCase) -> dict[str, float]:
   """Seconds over the bound by cause, which add up unless one sample is the bound of several domains' layers.
 
   Those of the layers in a layout are their attention, exchanges and experts.
@@ -294,7 +294,7 @@ def sweep_rows(files: Files, args: argparse.Namespace) -> Rows:
   ]
 
 
-def what_is_wrong(found: Solution, case: Case) -> str:
+def what_is_wrong(found: Solution, case: PlanCase) -> str:
   """What of the plans breaks a rule; empty where nothing does."""
   for plan in found.plans:
     plan.validate(case.costs.wire)

@@ -58,7 +58,7 @@ class Rate:
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class TimedStep:
   """A step to time on every rank: `step(carry, *constants)` returns the next carry.
 
   The arrays are [ranks, ...] and lie on their ranks; the step sees its rank's part.
@@ -76,7 +76,7 @@ def filled(device_mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: str, s
   return make(jax.random.key(seed))
 
 
-def repeated(device_mesh: jax.sharding.Mesh, case: Case, repeats: int) -> Callable[[], object]:
+def repeated(device_mesh: jax.sharding.Mesh, case: TimedStep, repeats: int) -> Callable[[], object]:
   """A program without arguments that runs the case's step this many times on all ranks.
 
   The count is static: with one that is not, a GPU asks the host after each step whether to go on.
@@ -93,7 +93,9 @@ def repeated(device_mesh: jax.sharding.Mesh, case: Case, repeats: int) -> Callab
   return lambda: program(case.carry, case.constants)
 
 
-def timed(device_mesh: jax.sharding.Mesh, cases: Mapping[str, Case], budget_s: float) -> dict[str, float]:
+def timed(
+  device_mesh: jax.sharding.Mesh, cases: Mapping[str, TimedStep], budget_s: float
+) -> dict[str, float]:
   """Seconds of one step of each case, the cases side by side."""
   programs, repeats = {}, {}
   for name, case in cases.items():
@@ -142,7 +144,7 @@ def matmul_rate(run: RunConfig, device_mesh: jax.sharding.Mesh, budget_s: float)
     gain = dim**0.5 + width**0.5
     back = jax.jit(lambda x, scale: jnp.swapaxes(x, 1, 2) * scale)(there, there.dtype.type(gain**-2))
     x = filled(device_mesh, (tokens, dim), model.compute_dtype, seed=0)
-    cases[str(width)] = Case(step, x, (there, back))
+    cases[str(width)] = TimedStep(step, x, (there, back))
   seconds = timed(device_mesh, cases, budget_s)
   product_s = {width: seconds[str(width)] / 2 for width in widths}
   product_flops = {width: 2 * tokens * dim * width for width in widths}
@@ -177,7 +179,7 @@ def attention_rate(run: RunConfig, device_mesh: jax.sharding.Mesh, budget_s: flo
   )
   place = mesh.sharding(device_mesh, mesh.RANK_BLOCKS)
   segments = jax.device_put(np.zeros((device_mesh.size, tokens), np.int32), place)
-  seconds = timed(device_mesh, {'attention': Case(step, carry, (segments,))}, budget_s)['attention']
+  seconds = timed(device_mesh, {'attention': TimedStep(step, carry, (segments,))}, budget_s)['attention']
   counted = (1 + ATTENTION_BACKWARD_OVER_FORWARD) * int(kind.flops(model.wire, tokens))
   how = (
     f'{impl.name}, forward and backward, one document of {tokens} tokens, {model.num_heads}/'
@@ -228,7 +230,8 @@ def link_rates(
   largest = min(max(dispatched, LARGEST_BYTES[0]), LARGEST_BYTES[1])
   parts = [max(1, largest // 4**i // peers // itemsize) for i in reversed(range(SIZES))]
   cases = {
-    str(part): Case(step, filled(device_mesh, (peers, part), model.compute_dtype, seed=0)) for part in parts
+    str(part): TimedStep(step, filled(device_mesh, (peers, part), model.compute_dtype, seed=0))
+    for part in parts
   }
   seconds = timed(device_mesh, cases, budget_s)
   sent = [(peers - 1) * part * itemsize for part in parts]

@@ -145,7 +145,7 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
   shards += [shape[2:] for shape in shards if len(shape) > 2]
   cluster, node = run.cluster, run.cluster.ranks_per_node
   sizes = parameter_sizes(shards, cluster.nodes, node)
-  accumulate, update = (hlo.Program(programs[name].as_text()) for name in ('accumulate', 'update'))
+  accumulate, update = (hlo.CompiledProgram(programs[name].as_text()) for name in ('accumulate', 'update'))
   found = classify(accumulate.collectives(), sizes)
   buffer_rows = receive_rows(step, plan)
   memory = step.memory_bytes(programs['accumulate'])

@@ -24,7 +24,7 @@ STEP_TOKENS = 1
 
 
 @dataclass(frozen=True)
-class Case:
+class PlanCase:
   """A batch to plan: all that `solve` takes. `name` says what kind of batch it is."""
 
   name: str
@@ -52,16 +52,18 @@ def draw(lengths: np.ndarray | Histogram, rng: np.random.Generator, n: int) -> n
 
 def real_cases(
   name: str, lengths: np.ndarray | Histogram, domains: int, samples: int, count: int
-) -> Iterator[Case]:
+) -> Iterator[PlanCase]:
   """Batches of a domain's or more: 4 nodes of 8 ranks each, mode `solve`."""
   costs = costs_of(domains=domains)
   for number in range(count):
     batch = draw(lengths, np.random.default_rng([domains, samples, number]), samples)
     capacity = capacity_of(batch, costs.cluster)
-    yield Case(name, batch, costs, PlannerConfig(capacity_tokens=capacity, capacity_step_tokens=STEP_TOKENS))
+    yield PlanCase(
+      name, batch, costs, PlannerConfig(capacity_tokens=capacity, capacity_step_tokens=STEP_TOKENS)
+    )
 
 
-def small_cases(files: dict[str, np.ndarray | Histogram], count: int) -> Iterator[Case]:
+def small_cases(files: dict[str, np.ndarray | Histogram], count: int) -> Iterator[PlanCase]:
   """Batches small enough for the exact solver: 2 .. 12 samples on two nodes of 4 or 8 ranks, mode `solve`."""
   makers = [*files, 'lognormal', 'uniform', 'one giant', 'two sizes']
   for number in range(count):
@@ -82,10 +84,10 @@ def small_cases(files: dict[str, np.ndarray | Histogram], count: int) -> Iterato
     costs = costs_of(nodes=2, ranks_per_node=int(rng.choice([4, 8])))
     capacity = capacity_of(batch, costs.cluster, float(rng.choice([1.1, 1.25, 1.5, 2.5])))
     config = PlannerConfig(capacity_tokens=capacity, capacity_step_tokens=STEP_TOKENS)
-    yield Case(name, batch.astype(np.int64), costs, config)
+    yield PlanCase(name, batch.astype(np.int64), costs, config)
 
 
-def random_case(number: int) -> Case:
+def random_case(number: int) -> PlanCase:
   """A batch of any kind on any mesh in any mode: number and kind alone make it. Few layers, for speed."""
   rng = np.random.default_rng([11, number])
   cluster = ClusterConfig(
@@ -124,4 +126,4 @@ def random_case(number: int) -> Case:
     lengths = rng.integers(1, longest + 1, n)
     if name == 'too long':
       lengths[rng.integers(n)] = longest + rng.integers(1, 10)
-  return Case(name, lengths, costs, config)
+  return PlanCase(name, lengths, costs, config)

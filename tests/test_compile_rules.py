@@ -21,7 +21,7 @@ PROGRAM = (Path(__file__).parent / 'compiled_program.txt').read_text()
 
 
 def test_collectives_of_a_program_by_hand():
-  program = hlo.Program(PROGRAM)
+  program = hlo.CompiledProgram(PROGRAM)
   assert program.times['inner_body'] == 18 and program.times['wrapped'] == 1
   by_kind = {}
   for one in program.collectives():
@@ -40,8 +40,8 @@ def test_collectives_of_a_program_by_hand():
 
 def test_matrix_products_of_a_program_by_hand():
   """18 dots outside the cores and one convolution, of 64 x 256 x 512 each."""
-  assert hlo.Program(PROGRAM).matmul_flops(rules.CORES) == 19 * 2 * 64 * 256 * 512
-  assert hlo.Program(PROGRAM).matmul_flops('nothing') == 37 * 2 * 64 * 256 * 512
+  assert hlo.CompiledProgram(PROGRAM).matmul_flops(rules.CORES) == 19 * 2 * 64 * 256 * 512
+  assert hlo.CompiledProgram(PROGRAM).matmul_flops('nothing') == 37 * 2 * 64 * 256 * 512
 
 
 @pytest.mark.parametrize('text,held,taken', [

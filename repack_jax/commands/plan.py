@@ -54,7 +54,7 @@ def batch_of(run: RunConfig, file: str, number: int) -> np.ndarray:
 
 
 def summary(costs: Costs, cases: Sequence[Case], bound_s: float) -> list[Row]:
-  """A row a mode: predicted seconds against the baseline and the bound, bytes across nodes, imbalance."""
+  """Returns a row a mode: seconds against the baseline and the bound, bytes across nodes, imbalance."""
   base_s = next(case.simulated.step_s for case in cases if case.name == BASELINE)
   return [
     {

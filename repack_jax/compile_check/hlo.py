@@ -61,7 +61,7 @@ class Array:
 
   @property
   def row_bytes(self) -> tuple[int, int]:
-    """Of one entry of the first dimension: (what it holds, what it takes)."""
+    """Returns the bytes of one entry of the first dimension: (what it holds, what it takes)."""
     rows = max(1, self.dims[0]) if self.dims else 1
     laid_out = math.prod(self.laid_out_dims)
     return self.elements // rows * self.item_bytes, laid_out // rows * self.item_bytes
@@ -79,7 +79,7 @@ class Instruction:
 
   @property
   def op_name(self) -> str:
-    """Where in the model it comes from: the path of JAX's named scopes; '' where XLA lost it."""
+    """Returns where in the model it comes from: the path of JAX's named scopes; '' where XLA lost it."""
     found = re.search(r'op_name="([^"]*)"', self.attributes)
     return found.group(1) if found else ''
 
@@ -93,7 +93,7 @@ class Collective:
     groups: the devices that take part with each other, by their place in the mesh.
     asynchronous: whether other work can run beside it.
     times: how often it runs.
-    scope: as `Program.scope` gives it.
+    scope: as `CompiledProgram.scope` gives it.
   """
 
   kind: str
@@ -105,7 +105,7 @@ class Collective:
 
 
 def arrays(text: str) -> list[Array]:
-  """All arrays of a type, a tuple's one after the other."""
+  """Returns all arrays of a type, a tuple's one after the other."""
   found = []
   for dtype, dims_text, layout in _ARRAY.findall(text):
     dims = tuple(int(n) for n in dims_text.split(',') if n)
@@ -130,7 +130,7 @@ def _laid_out(dims: tuple[int, ...], layout: str) -> tuple[int, ...]:
   return tuple(physical)
 
 
-class Program:
+class CompiledProgram:
   """The instructions of a compiled program, by computation, and how often each computation runs."""
 
   def __init__(self, text: str):
@@ -173,7 +173,7 @@ class Program:
     return times
 
   def trips(self, loop: Instruction) -> int:
-    """Trips of a loop whose bounds are constants; 1 where they are data.
+    """Returns the trips of a loop whose bounds are constants; 1 where they are data.
 
     XLA says how many there are, or the condition compares a counter with a constant. (A counter that starts
     above 0 is one that XLA has peeled the first trips of; it says so itself.)
@@ -203,7 +203,7 @@ class Program:
     return reached
 
   def scope(self, computation: str, instruction: Instruction) -> str:
-    """The path of JAX's named scopes, of the nearest instruction that has one where XLA lost its own.
+    """Returns the path of JAX's named scopes, of the nearest instruction that has one where XLA lost its own.
 
     Nearest among those that it takes its operands from, then among all of its computation that use it.
     """
@@ -231,7 +231,7 @@ class Program:
     yield from (other for other in siblings.values() if one.name in other.operands)
 
   def collectives(self) -> list[Collective]:
-    """The program's collectives, in its order."""
+    """Returns the program's collectives, in its order."""
     wrapped = self._reached(
       called
       for instructions in self.computations.values()
@@ -261,7 +261,7 @@ class Program:
     return found
 
   def matmul_flops(self, skipped: str) -> int:
-    """Floating-point operations of all matrix products but those whose scope matches `skipped`, a regex.
+    """Returns operations of all matrix products but those whose scope matches `skipped`, a regex.
 
     A multiply-add is two. Counts dots, the convolutions that XLA:TPU makes of them, cuBLAS calls, and grouped
     products (`jax.lax.ragged_dot`) that run as kernels of XLA's.
@@ -303,7 +303,7 @@ def _last_element(result: str, kind: str) -> str:
 
 
 def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
-  """The groups of a collective, in any of the forms that XLA prints; for a permutation its pairs."""
+  """Returns the groups of a collective, in any of the forms that XLA prints; for a permutation its pairs."""
   if found := re.search(r'(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)+)\}', attributes):
     return tuple(tuple(map(int, group.split(','))) for group in re.findall(r'\{([\d,]+)\}', found.group(1)))
   if found := re.search(r'replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?', attributes):
@@ -321,7 +321,7 @@ def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _product_flops(instruction: Instruction, siblings: dict[str, Instruction]) -> int:
-  """Of one matrix product; 0 where it is none."""
+  """The operations of one matrix product; 0 where it is none."""
   operands = [arrays(siblings[name].result) for name in instruction.operands if name in siblings]
   inputs = [found[0] for found in operands if len(found) == 1]
   results = arrays(instruction.result)

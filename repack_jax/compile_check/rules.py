@@ -57,7 +57,7 @@ class Check:
 
 
 def classify(collectives: Iterable[Collective], parameter_sizes: Iterable[int]) -> list[Found]:
-  """What each collective is for.
+  """Returns what each collective is for.
 
   Args:
     parameter_sizes: elements that a parameter, of one layer, has on a rank, on a node's way and whole.
@@ -94,13 +94,13 @@ def _is_parameter(array: Array, sizes: np.ndarray, collective: Collective, layou
 
 
 def parameter_sizes(shard_shapes: Iterable[tuple[int, ...]], nodes: int, local: int) -> set[int]:
-  """Elements of a parameter's shard, of what a node's gather gives, and of the whole."""
+  """Returns elements of a parameter's shard, of what a node's gather gives, and of the whole."""
   elements = {int(np.prod(shape)) for shape in shard_shapes}
   return {n * ways for n in elements for ways in (1, nodes, local, nodes * local)}
 
 
 def table(found: Sequence[Found], ranks_per_node: int) -> list[dict[str, object]]:
-  """A row for each layout, direction, purpose and kind of collective, all that are alike together."""
+  """Returns a row for each layout, direction, purpose and kind of collective, all that are alike together."""
   rows: dict[tuple, dict[str, object]] = {}
   for one in found:
     groups = one.collective.groups
@@ -141,7 +141,7 @@ def spans_nodes(groups: Sequence[Sequence[int]], ranks_per_node: int) -> bool:
 
 
 def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan) -> list[Check]:
-  """Two exchanges a layer and direction, nothing else on activations, children's inside nodes."""
+  """Returns checks of the exchanges: two a layer and direction, children's inside nodes, none else."""
   checks = []
   for purpose in (ATTENTION, EXPERTS):
     layers_of = {layout: _layers(model, layout, purpose) for layout in LAYOUTS}
@@ -204,7 +204,7 @@ class Moved(NamedTuple):
 
 
 def plan_bytes(plan: Plan, model: ModelConfig) -> dict[tuple[str, str], Moved]:
-  """What the plan itself moves in one exchange, by layout and site."""
+  """Returns what the plan itself moves in one exchange, by layout and site."""
   ranks = np.arange(plan.num_ranks)
   others = ranks[:, None] != ranks
   nodes = ranks // plan.ranks_per_node
@@ -222,7 +222,7 @@ def plan_bytes(plan: Plan, model: ModelConfig) -> dict[tuple[str, str], Moved]:
 def byte_checks(
   found: Sequence[Found], model: ModelConfig, plan: Plan, buffer_rows: dict[tuple[str, str], int]
 ) -> list[Check]:
-  """The bytes that the compiled operations move are the plan's.
+  """Returns checks that the bytes which the compiled operations move are the plan's.
 
   A ragged all-to-all moves the rows that its sizes say, of the length that the layout gives them; any other
   collective moves all of its arrays.
@@ -263,7 +263,7 @@ def byte_checks(
 
 
 def _moved(collective: Collective, array: Array, plan: Plan) -> Moved:
-  """Of a collective that is not ragged, all ranks: what each of a group receives from the others."""
+  """What each rank of a group receives from the others in a collective that is not ragged, all ranks."""
   whole = array.elements * array.item_bytes
   if collective.kind == 'reduce-scatter':
     whole *= max(map(len, collective.groups), default=1)
@@ -278,7 +278,7 @@ def _moved(collective: Collective, array: Array, plan: Plan) -> Moved:
 
 
 def matmul_check(counted: int, model: ModelConfig, slots: int, expert_rows: int) -> Check:
-  """Matrix products outside attention cores: those of the model's own count, and what is computed again.
+  """Returns the check of matrix products outside cores: the model's own count, and what is computed again.
 
   Args:
     slots: token slots of a rank.
@@ -299,7 +299,7 @@ def matmul_check(counted: int, model: ModelConfig, slots: int, expert_rows: int)
 
 
 def placement_check(places: Sequence[Sequence[tuple[int, ...]]]) -> Check:
-  """`local` lies on the fast link: each row of it fills a box of the torus, or is one host's.
+  """Returns the check that `local` lies on the fast link: a box of the torus, or one host.
 
   Args:
     places: of each device of each row, as `mesh.device_place` has it.
@@ -315,7 +315,7 @@ def placement_check(places: Sequence[Sequence[tuple[int, ...]]]) -> Check:
 
 
 def memory_check(sizes: dict[str, int], memory_bytes: float) -> Check:
-  """All that a device holds during the step against what it has."""
+  """Returns the check of all that a device holds during the step against what it has."""
   total = sum(sizes.values())
   return fits(
     not memory_bytes or total <= memory_bytes, f'{total / 1e9:,.2f} GB of {memory_bytes / 1e9:,.1f} GB'

@@ -89,7 +89,7 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-  """A topology from its name; raises ConfigError that says which there are."""
+  """Returns a topology from its name; raises ConfigError that says which there are."""
   kind, _, size = name.partition(':')
   known = ', '.join(machine.example for machine in MACHINES.values())
   if kind not in MACHINES or not re.fullmatch(r'\d+(x\d+)*', size):
@@ -121,7 +121,7 @@ def prepare(topology: Topology, flags: str) -> None:
 
 
 def devices(topology: Topology, memory_bytes: float, memory_bytes_per_s: float) -> list[Any]:
-  """The topology's devices, to compile for.
+  """Returns the topology's devices, to compile for.
 
   Raises:
     ConfigError: where JAX lacks the compiler for them.

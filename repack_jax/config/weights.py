@@ -111,5 +111,5 @@ def vocabulary(model: ModelConfig) -> Table:
 
 
 def _out_std(model: ModelConfig) -> float:
-  """Of what adds to the residual stream, smaller the more layers add (Radford et al. 2019)."""
+  """For what adds to the residual stream: smaller the more layers add (Radford et al. 2019)."""
   return model.init_std / (2 * model.num_layers) ** 0.5

@@ -60,7 +60,7 @@ class JsonlDocument(Document):
 
   @property
   def size_bytes(self) -> int:
-    """The length that the text had when the file was opened."""
+    """Returns the length that the text had when the file was opened."""
     return self.source.size_bytes(self.index)
 
   def read(self, start_byte: int = 0, end_byte: int | None = None) -> bytes:

@@ -33,7 +33,7 @@ class FileDocument(Document):
 
   @property
   def size_bytes(self) -> int:
-    """The file's length now."""
+    """Returns the file's length now."""
     try:
       return os.stat(self.path).st_size
     except OSError as error:

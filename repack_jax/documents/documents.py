@@ -19,12 +19,12 @@ class Document(abc.ABC):
   @property
   @abc.abstractmethod
   def name(self) -> str:
-    """Where the document comes from, for messages: `file` or `file:line`."""
+    """Returns where the document comes from, for messages: `file` or `file:line`."""
 
   @property
   @abc.abstractmethod
   def size_bytes(self) -> int:
-    """The length of the content; raises ConfigError where it cannot be determined."""
+    """Returns the length of the content; raises ConfigError where it cannot be determined."""
 
   @abc.abstractmethod
   def read(self, start_byte: int = 0, end_byte: int | None = None) -> bytes:

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_exchange(name: str, platform: str) -> str:
-  """`ragged` or `dense`: an explicit choice stands; `auto` takes ragged where the platform has it.
+  """Returns `ragged` or `dense`: an explicit choice stands; `auto` takes ragged where the platform has it.
 
   Raises:
     ConfigError: for an explicit `ragged` on the CPU.
@@ -240,7 +240,7 @@ def split_heads(ex: Exchange, rows: jax.Array, degree: int) -> list[jax.Array]:
 
 
 def join_rows(ex: Exchange, heads_of: HeadsOf, x: jax.Array) -> jax.Array:
-  """The inverse of a view: [P*T, c, D] (or slots) as rows of the static buffer size, zeros behind."""
+  """Returns [P*T, c, D] (or slots) as rows of the static buffer size, zeros behind: the inverse of a view."""
   rows, width = ex.buffer_shape(heads_of)
   x = x.reshape(-1, width)
   return jnp.pad(x, ((0, rows - x.shape[0]), (0, 0)))
@@ -266,12 +266,12 @@ def _owned(ex: Exchange, x: jax.Array, route: Route) -> jax.Array:
 
 
 def to_stream(ex: Exchange, heads_of: HeadsOf, rows: jax.Array, route: Route) -> jax.Array:
-  """Slots -> stream: block j of `rows` goes to the group's rank j, behind the tokens of ranks before."""
+  """Moves slots to stream: block j of `rows` goes to the group's rank j, behind tokens of ranks before."""
   return _move(ex, heads_of, rows, route, stream=True)
 
 
 def to_slots(ex: Exchange, heads_of: HeadsOf, rows: jax.Array, route: Route) -> jax.Array:
-  """Stream -> slots: each token's row goes back to the rank that owns it. The inverse of `to_stream`."""
+  """Moves stream to slots: each token's row back to the rank that owns it. The inverse of `to_stream`."""
   return _move(ex, heads_of, rows, route, stream=False)
 
 
@@ -285,7 +285,7 @@ def _move(ex, heads_of, rows, route, stream):
 def ragged_offsets(
   ex: Exchange, heads_of: HeadsOf, route: Route, stream: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-  """Operands of the ragged all-to-all in rows, int32 [S] each, for every rank of the span.
+  """Returns the operands of the ragged all-to-all in rows, int32 [S] each, for every rank of the span.
 
   Returns `(input_offsets, send_sizes, output_offsets, recv_sizes)`; output_offsets are positions on the
   *receiver*. Ranks outside the group get zero rows.

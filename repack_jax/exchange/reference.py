@@ -33,7 +33,7 @@ def _heads_to_peers(plan: Plan, layout: str, tensors: list[np.ndarray]) -> list[
 def dispatch(
   plan: Plan, layout: str, q: list[np.ndarray], k: list[np.ndarray], v: list[np.ndarray]
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-  """Tokens to heads: from each rank's q [T, H, D], k and v [T, K, D] to each rank's slices of the group.
+  """Returns each rank's slices of the group, tokens to heads, from its q [T, H, D], k and v [T, K, D].
 
   Returns for each rank (q [T_group, H/P, D], k, v [T_group, max(1, K/P), D]), tokens in stream order.
   """
@@ -42,7 +42,7 @@ def dispatch(
 
 
 def combine(plan: Plan, layout: str, out: list[np.ndarray]) -> list[np.ndarray]:
-  """Heads to tokens: from each rank's [T_group, H/P, D] to each rank's [T, H, D]."""
+  """Returns each rank's [T, H, D], heads to tokens, from each rank's [T_group, H/P, D]."""
   received = []
   placement = plan.placement(layout)
   for rank in range(plan.num_ranks):
@@ -54,14 +54,14 @@ def combine(plan: Plan, layout: str, out: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def combine_gradient(plan: Plan, layout: str, grads: list[np.ndarray]) -> list[np.ndarray]:
-  """Gradient of `combine`: from each rank's [T, H, D] to each rank's [T_group, H/P, D]."""
+  """Returns the gradient of `combine`: from each rank's [T, H, D] to each rank's [T_group, H/P, D]."""
   return _heads_to_peers(plan, layout, grads)
 
 
 def dispatch_gradient(
   plan: Plan, layout: str, grads: list[tuple[np.ndarray, np.ndarray, np.ndarray]], num_kv_heads: int
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-  """Gradient of `dispatch`: a key/value head that went to several ranks gets the sum of their gradients."""
+  """Returns the gradient of `dispatch`; key/value heads that went to several ranks get the sum of theirs."""
   num_heads = grads[0][0].shape[1] * int(plan.placement(layout).size[0])
   received = []
   placement = plan.placement(layout)
@@ -82,7 +82,7 @@ def dispatch_gradient(
 def sent_elements(
   plan: Plan, layout: str, num_heads: int, num_kv_heads: int
 ) -> tuple[np.ndarray, np.ndarray]:
-  """Head-rows (of D elements) that rank i sends to rank j, int64 [ranks, ranks]: (dispatch, combine).
+  """Returns head-rows (of D elements) that rank i sends to rank j, int64 [ranks, ranks]: (dispatch, combine).
 
   The diagonal holds what a rank keeps. Counted slice by slice from what `dispatch` and `combine` move.
   """

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def choose_grouped(name: str, platform: str) -> str:
-  """`ragged_dot` or `blocks`, logged: an explicit choice stands, `auto` takes the faster one."""
+  """Returns `ragged_dot` or `blocks`, logged: an explicit choice stands, `auto` takes the faster one."""
   chosen = name if name != 'auto' else ('ragged_dot' if platform == 'tpu' else 'blocks')
   log.info(
     'grouped products: %s (%s, on %s)', chosen, 'chosen by auto' if name == 'auto' else 'as asked', platform
@@ -38,24 +38,24 @@ def choose_grouped(name: str, platform: str) -> str:
 
 
 def block_size(rows: int, groups: int) -> int:
-  """B: a power of two, a quarter of an even group, within limits."""
+  """Returns B: a power of two, a quarter of an even group, within limits."""
   even = max(1, rows // (groups * _BLOCKS_A_GROUP))
   return min(_MOST_BLOCK_ROWS, max(_LEAST_BLOCK_ROWS, 1 << (even.bit_length() - 1)))
 
 
 def num_blocks(rows: int, groups: int) -> int:
-  """N: blocks of the worst split, in which each group's last block holds one row."""
+  """Returns N, the blocks of the worst split, in which each group's last block holds one row."""
   return rows // block_size(rows, groups) + groups
 
 
 def product_rows(implementation: str, rows: int, groups: int) -> int:
-  """Rows that an implementation multiplies for A rows, whatever the split."""
+  """Returns the rows that an implementation multiplies for A rows, whatever the split."""
   plain = implementation == 'ragged_dot' or groups == 1
   return rows if plain else num_blocks(rows, groups) * block_size(rows, groups)
 
 
 def grouped_matmul(implementation: str, x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-  """x [A, d] times weights [G, d, f]: [A, f] in x's dtype, differentiable in both.
+  """Returns x [A, d] times weights [G, d, f]: [A, f] in x's dtype, differentiable in both.
 
   Args:
     sizes: int32 [G], rows of each group, in order; rows past their sum come out as zero.
@@ -70,7 +70,7 @@ def grouped_matmul(implementation: str, x: jax.Array, weights: jax.Array, sizes:
 
 
 class _Blocks(NamedTuple):
-  """Of each block, int32 [N]: its group, its first row, and the end of its group's rows.
+  """The group, the first row and the end of the group's rows of each block, int32 [N].
 
   Blocks without work come last and lie behind all rows.
   """

@@ -14,7 +14,7 @@ from jax import lax
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def token_losses(chunk: int, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
-  """Negative log-likelihood of each target in float32 [T]; 0 where the target is negative.
+  """Returns the negative log-likelihood of each target in float32 [T]; 0 where the target is negative.
 
   Args:
     chunk: C, vocabulary entries whose logits exist at a time.

@@ -46,7 +46,7 @@ def start_devices(cluster: ClusterConfig) -> None:
 
 
 def make_mesh(cluster: ClusterConfig) -> Mesh:
-  """The mesh of the config over JAX's devices.
+  """Returns the mesh of the config over JAX's devices.
 
   Raises:
     ConfigError: where there are more or fewer devices than ranks, or none of the platform.
@@ -68,7 +68,7 @@ def make_mesh(cluster: ClusterConfig) -> Mesh:
 
 
 def mesh_of(devices: Sequence[Any], cluster: ClusterConfig) -> Mesh:
-  """A mesh of these devices, `local` on the fast link.
+  """Returns a mesh of these devices, `local` on the fast link.
 
   That is a host's devices in JAX's order, or on TPU, where the torus goes on across hosts, blocks of nearest
   neighbours.
@@ -81,14 +81,14 @@ def mesh_of(devices: Sequence[Any], cluster: ClusterConfig) -> Mesh:
 
 
 def device_place(device: Any) -> tuple[int, ...]:
-  """Of a TPU its slice, its coordinates on the slice's torus and its core on the chip; else its host."""
+  """Returns a TPU's slice, its coordinates on the slice's torus and its core on the chip; else its host."""
   if device.platform == 'tpu':
     return getattr(device, 'slice_index', 0), *device.coords, device.core_on_chip
   return (device.process_index,)
 
 
 def neighbour_order(places: Sequence[tuple[int, ...]], block: int) -> list[int]:
-  """An order of devices in which each `block` in a row are a box of nearest neighbours.
+  """Returns an order of devices in which each `block` in a row are a box of nearest neighbours.
 
   Of the boxes that tile the torus it takes the one whose two farthest devices are the fewest links apart.
 
@@ -115,7 +115,7 @@ def domain_size(mesh: Mesh) -> int:
 
 
 def parameter_spec(shape: tuple[int, ...], expert_axis: int | None, mesh: Mesh) -> PartitionSpec:
-  """How a parameter is sharded: over the domain, along one dimension that the ranks divide.
+  """Returns how a parameter is sharded: over the domain, along one dimension that the ranks divide.
 
   The first of which each rank gets a whole tile, since shards of major dimensions are contiguous; else the
   largest. `local` is the major axis: gathering over `node` comes first, each rank its own share, then inside

@@ -115,7 +115,7 @@ def gather_parameters(shards: Tree, placed: Tree, dtype: jnp.dtype) -> Tree:
 
 
 def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-  """A policy of `jax.checkpoint`: gathered weights are gathered again, so that they don't pile up.
+  """Returns whether to save a value: a policy of `jax.checkpoint` under which weights are gathered again.
 
   A policy by name would not do: the result of the gather itself, before it got its name, would be saved.
   """

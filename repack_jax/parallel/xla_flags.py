@@ -19,7 +19,7 @@ GPU_FLAGS = {
 
 
 def with_gpu_flags(flags: str) -> str:
-  """`flags` (as in XLA_FLAGS) and those of `GPU_FLAGS` that it lacks; warns where it sets another value."""
+  """Returns `flags` (as in XLA_FLAGS) and the `GPU_FLAGS` it lacks; warns where it sets other values."""
   given = dict(flag.lstrip('-').partition('=')[::2] for flag in flags.split())
   for name, value in GPU_FLAGS.items():
     if name not in given:

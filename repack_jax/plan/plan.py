@@ -160,7 +160,7 @@ class Plan:
 
   @cached_property
   def rank_tokens(self) -> np.ndarray:
-    """Tokens each rank holds, int64 [num_ranks]."""
+    """Returns the tokens each rank holds, int64 [num_ranks]."""
     tokens = self.shared_tokens.copy()
     for group in self.solo:
       tokens[group.first_rank] += sum(self.lengths[s] for s in group.samples)
@@ -168,12 +168,12 @@ class Plan:
 
   @cached_property
   def rank_slots(self) -> np.ndarray:
-    """Slots each rank fills: its tokens and the padding at its child's end, int64 [num_ranks]."""
+    """Returns the slots each rank fills: its tokens and the padding at its child's end, int64 [num_ranks]."""
     return self.rank_tokens + self.shared_slots - self.shared_tokens
 
   @cached_property
   def shared_tokens(self) -> np.ndarray:
-    """Tokens each rank holds of its child's stream, int64 [num_ranks], by rule 1."""
+    """Returns the tokens each rank holds of its child's stream, int64 [num_ranks], by rule 1."""
     tokens = np.zeros(self.num_ranks, np.int64)
     for child in self.children:
       total = sum(self.lengths[s] for s in child.samples)
@@ -184,11 +184,11 @@ class Plan:
 
   @cached_property
   def shared_slots(self) -> np.ndarray:
-    """Slots each rank's share of its child's stream takes: its tokens in whole rows, int64 [num_ranks]."""
+    """Returns the slots that each rank's share of its child's stream takes, whole rows: int64 [num_ranks]."""
     return -(-self.shared_tokens // self.row_tokens) * self.row_tokens
 
   def with_slots(self, step_tokens: int) -> Plan:
-    """The plan with as many slots a rank as its fullest needs, rounded up to a multiple of `step_tokens`.
+    """Returns the plan with as many slots a rank as its fullest needs, in multiples of `step_tokens`.
 
     Never more than it has; 0 leaves them as they are.
     """
@@ -242,15 +242,15 @@ class Plan:
 
   @property
   def imbalance(self) -> float:
-    """Largest over mean tokens of a rank; 1.0 is perfect."""
+    """Returns the largest over the mean tokens of a rank; 1.0 is perfect."""
     return float(self.rank_tokens.max() / max(self.rank_tokens.mean(), 1e-9)) if self.lengths else 1.0
 
   def child_sizes(self) -> dict[int, int]:
-    """How many children that hold tokens there are of each SP degree."""
+    """Returns how many children that hold tokens there are of each SP degree."""
     return dict(sorted(Counter(child.size for child in self.children if child.samples).items()))
 
   def digest(self) -> str:
-    """A hash of the whole plan, the same on every host and in every process."""
+    """Returns a hash of the whole plan, the same on every host and in every process."""
     payload = json.dumps(dataclasses.astuple(self), separators=(',', ':'))
     return hashlib.sha256(payload.encode()).hexdigest()[:16]
 
@@ -283,7 +283,7 @@ class Plan:
     return self
 
   def table(self) -> str:
-    """The plan as text for people: parents, and inside each its children."""
+    """Returns the plan as text for people: parents, and inside each its children."""
     lines = [
       f'plan {self.digest()}: mode {self.mode}, {len(self.lengths)} samples, {self.total_tokens} tokens on '
       f'{self.num_ranks} ranks x {self.capacity_tokens} slots, imbalance {self.imbalance:.3f}',

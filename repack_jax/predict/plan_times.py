@@ -32,7 +32,7 @@ class Tiling:
     return cls(starts, np.repeat(np.arange(len(starts)), np.diff(starts, append=num_ranks)))
 
   def max(self, values: np.ndarray) -> np.ndarray:
-    """The largest value of each rank's group, [num_ranks] -> [num_ranks]."""
+    """Returns the largest value of each rank's group, [num_ranks] -> [num_ranks]."""
     return np.maximum.reduceat(values, self.starts)[self.of]
 
   def sum(self, values: np.ndarray) -> np.ndarray:

@@ -69,17 +69,17 @@ class Simulated:
 
   @property
   def mfu(self) -> float:
-    """Model FLOPs over what all ranks could do at their peak; 0 where the peak is unknown."""
+    """Returns model FLOPs over what all ranks could do at their peak; 0 where the peak is unknown."""
     possible = self.step_s * self.peak_flops_per_s
     return self.model_flops / possible if possible else 0.0
 
   def mean_s(self, causes: Sequence[str]) -> float:
-    """Seconds spent on these causes, mean over ranks."""
+    """Returns seconds spent on these causes, mean over ranks."""
     return float(sum(self.seconds[cause] for cause in causes).mean())  # type: ignore[union-attr]
 
   @property
   def cross_node_bytes(self) -> float:
-    """Bytes that attention exchanges and redistribution sent between nodes, all ranks."""
+    """Returns the bytes that attention exchanges and redistribution sent between nodes, all ranks."""
     return float(sum(inter.sum() for _, inter in self.sent.values()))
 
 
@@ -158,7 +158,7 @@ class _Player:
   # --- the clocks ---------------------------------------------------------------------------------------
 
   def add(self, cause: str, seconds: np.ndarray) -> None:
-    """Every rank spends so long on something."""
+    """Adds so many seconds, for a cause, to the clock of every rank."""
     if self._spans is not None:
       self._spans.append(
         (cause, self.layer, self.micro_batch, self.backward, self.clock.copy(), seconds.copy())
@@ -167,14 +167,14 @@ class _Player:
     self.clock += seconds
 
   def meet(self, cause: str, groups: Tiling) -> None:
-    """Ranks wait for the slowest of their group."""
+    """Makes ranks wait for the slowest of their group."""
     self.add(cause, groups.max(self.clock) - self.clock)
 
   def meet_all(self, cause: str) -> None:
     self.meet(cause, Tiling.at(np.zeros(1, np.int64), self.ranks))
 
   def recorded(self) -> Spans:
-    """All spans that took any time, in the order of ranks, then of time."""
+    """Returns all spans that took any time, in the order of ranks, then of time."""
     assert self._spans is not None
     count = len(self._spans)
     cause, layer, micro_batch, backward, start_s, seconds = zip(*self._spans, strict=True)
@@ -193,7 +193,7 @@ class _Player:
   # --- a micro-batch ------------------------------------------------------------------------------------
 
   def play(self, times: PlanTimes) -> None:
-    """Forward and backward pass of one micro-batch."""
+    """Plays the forward and backward pass of one micro-batch."""
     costs, layers = self.costs, list(enumerate(self.costs.layers))
     own_table = costs.vocabulary_tables == 2
     self.layer, self.backward = -1, False

@@ -65,7 +65,7 @@ def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfi
   received = 2 * k * model.d_model if expert_ranks(model, cluster) > 1 else 0
 
   def all_of(layer: int) -> int:
-    """Elements a token leaves in a layer that keeps everything."""
+    """Returns elements a token leaves in a layer that keeps everything."""
     attention = 2 * model.d_model + operands + rows + 2 * result
     if not model.has_experts(layer):
       return attention + model.d_model + 3 * model.dense_width

@@ -44,7 +44,7 @@ class Case:
     return self.simulated.spans
 
   def lengths(self) -> dict[int, int]:
-    """Sample id -> its length, over all micro-batches."""
+    """Returns the length of each sample id, over all micro-batches."""
     return {
       sample: length
       for plan in self.plans
@@ -69,7 +69,7 @@ def check_cases(run: RunConfig, cases: Sequence[Case]) -> None:
 
 
 def family(cause: str) -> str:
-  """Which of `FAMILIES` a cause of the simulator belongs to."""
+  """Returns which of `FAMILIES` a cause of the simulator belongs to."""
   if cause in WAIT:
     return 'waiting'
   if cause == 'parameters':

@@ -27,7 +27,7 @@ Blocks = list[float]
 
 
 def page_data(run: RunConfig, cases: Sequence[Case]) -> Data:
-  """Everything that the page shows; raises ValueError where the cases cannot be compared."""
+  """Returns everything that the page shows; raises ValueError where the cases cannot be compared."""
   check_cases(run, cases)
   cluster = run.cluster
   lengths = cases[0].lengths()
@@ -85,13 +85,13 @@ def _exchange(run: RunConfig, cases: Sequence[Case]) -> dict[str, list[int]]:
 
 
 def exchange_bytes(wire: Wire, size: int, ranks_per_node: int) -> list[int]:
-  """[inside nodes, between nodes]: bytes that a token of a group sends in one layer's forward pass."""
+  """Returns bytes that a token of a group sends in a layer, forward: [inside nodes, between nodes]."""
   each = wire.bytes_per_peer(size)
   return [each * (min(size, ranks_per_node) - 1), each * max(0, size - ranks_per_node)]
 
 
 def layout_data(plan: Plan, costs: Costs) -> Data:
-  """A plan's two layouts.
+  """Returns a plan's two layouts.
 
   Returns, besides what the plan says of itself:
     parents, children: [first rank, size, number of samples] of each group.
@@ -137,13 +137,13 @@ def held_blocks(plan: Plan) -> tuple[list[Blocks], list[Blocks]]:
 
 
 def work_blocks(plan: Plan, costs: Costs, layout: str) -> tuple[list[Blocks], list[Blocks]]:
-  """Seconds of a layer's attention core: of each group what every rank of it spends, of each rank solo's."""
+  """Returns seconds of an attention core: what every rank of each group spends, and solo samples by rank."""
   seconds = costs.attention_s(np.array(plan.lengths, np.int64), layout).tolist()
   return [_blocks(group, seconds) for group in plan.groups(layout)], _solo_blocks(plan, seconds)
 
 
 def _solo_blocks(plan: Plan, amounts: Sequence[float]) -> list[Blocks]:
-  """Of each rank: its solo samples, whole."""
+  """The solo samples of each rank, whole."""
   of_rank = {group.first_rank: _blocks(group, amounts) for group in plan.solo}
   return [of_rank.get(rank, []) for rank in range(plan.num_ranks)]
 

@@ -16,7 +16,7 @@ _SCRIPTS = ('common.js', 'rows.js', 'layouts.js', 'timeline.js', 'bars.js', 'pag
 
 
 def plan_page(run: RunConfig, cases: Sequence[Case], title: str) -> str:
-  """The page's text. The first case is the one that the others are compared with.
+  """Returns the page's text. The other cases are compared with the first.
 
   Raises ValueError where the cases cannot be compared: other samples, other ranks, a name twice.
   """
@@ -29,7 +29,7 @@ def plan_page(run: RunConfig, cases: Sequence[Case], title: str) -> str:
 
 
 def script_json(data: object) -> str:
-  """JSON that no text in it can end the script element around it."""
+  """Returns JSON that no text in it can end the script element around it."""
   text = json.dumps(data, separators=(',', ':'), allow_nan=False)
   return text.replace('<', r'\u003c').replace('>', r'\u003e').replace('&', r'\u0026')
 

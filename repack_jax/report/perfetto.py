@@ -18,7 +18,7 @@ Event = dict[str, Any]
 
 
 def trace(run: RunConfig, cases: Sequence[Case]) -> dict[str, Any]:
-  """One process a node and one thread a rank; each case has processes of its own.
+  """Returns the events: one process a node and one thread a rank; each case has processes of its own.
 
   Thread ids are ranks. Process ids are `process_base(run) * (1 + case) + node`, so that none equals a
   thread's, which viewers would take for the process's main thread.
@@ -39,7 +39,7 @@ def write_trace(path: str | Path, run: RunConfig, cases: Sequence[Case]) -> None
 
 
 def process_base(run: RunConfig) -> int:
-  """A round number that is above every rank."""
+  """Returns a round number that is above every rank."""
   return 1000 * (1 + run.cluster.num_ranks // 1000)
 
 

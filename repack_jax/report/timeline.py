@@ -17,12 +17,12 @@ NOT_SHOWN = -1  # the cause of a stretch that the page does not hold
 
 
 def pattern_period(model: ModelConfig) -> int:
-  """Layers until the pattern of layer kinds comes again."""
+  """Returns layers until the pattern of layer kinds comes again."""
   return min(len(model.pattern), model.num_layers)
 
 
 def timeline(model: ModelConfig, case: Case, tick_s: float, most_spans: int = MOST_SPANS) -> dict[str, Any]:
-  """A case's spans for the page.
+  """Returns a case's spans for the page.
 
   Returns:
     first: of each rank, where its spans begin in `tag` and `ticks`; one more entry at the end.
@@ -104,7 +104,7 @@ def _with_stretches(
 
 
 def packed(values: np.ndarray) -> dict[str, Any]:
-  """Unsigned integers as base64 of the narrowest little-endian type that holds them."""
+  """Returns unsigned integers as base64 of the narrowest little-endian type that holds them."""
   most = int(values.max(initial=0))
   bits = next(bits for bits in (8, 16, 32) if most < 1 << bits)
   data = values.astype(f'<u{bits // 8}').tobytes()

@@ -10,7 +10,7 @@ _PREFIXES = ((1e15, 'P'), (1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k'), (1.0,
 
 
 def amount(value: float, unit: str) -> str:
-  """Three figures and a prefix: `amount(6.5e14, 'FLOP/s')` is '650 TFLOP/s'."""
+  """Returns three figures and a prefix: `amount(6.5e14, 'FLOP/s')` is '650 TFLOP/s'."""
   scale, prefix = next((p for p in _PREFIXES if abs(value) >= p[0]), _PREFIXES[-1])
   figures = f'{value / scale:.3g}' if abs(value) < 1000 * scale else f'{value / scale:,.0f}'
   return f'{figures} {prefix}{unit}'
@@ -29,7 +29,7 @@ def describe_cluster(run: RunConfig) -> str:
 
 
 def describe_rates(run: RunConfig) -> str:
-  """What the simulated times follow from."""
+  """Returns what the simulated times follow from."""
   cluster = run.cluster
   parts = [
     f'{amount(cluster.matmul_flops_per_s, "FLOP/s")} in matrix products and '

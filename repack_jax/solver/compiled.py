@@ -1,4 +1,4 @@
-"""The decorator of the planner's compiled functions: numba, with machine code on disk that edits never leave stale.
+"""The decorator of the planner's compiled functions: numba, with no stale machine code left on disk.
 
 numba compiles a cached function anew when the file it is in changes, but not when a function that it calls
 changes in another file. So the machine code of a folder carries a digest of all of the folder's sources, and
@@ -8,6 +8,7 @@ folder only.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,7 @@ F = TypeVar('F', bound=Callable[..., Any])
 
 _STAMP = 'numba_sources.sha256'
 # Divisions by zero give infinity or NaN, as in NumPy.
-_OPTIONS = {'nogil': True, 'error_model': 'numpy'}
+_OPTIONS: dict[str, Any] = {'nogil': True, 'error_model': 'numpy'}
 
 
 def compiled(function: F) -> F:
@@ -61,10 +62,8 @@ def drop_stale(cache: Path, sources: Path) -> bool:
       file.unlink(missing_ok=True)
   except OSError:
     return False
-  try:
+  with contextlib.suppress(OSError):  # the next process removes once more
     stamp.write_text(digest)
-  except OSError:
-    pass  # the next process removes once more
   return True
 
 

@@ -53,30 +53,30 @@ class Domain:
     self._problem = _problem(lengths[samples], capacity_tokens, costs)
 
   def static(self, degree: int) -> Layouts | None:
-    """Groups of one degree for everything; None where the samples don't fit."""
+    """Returns groups of one degree for everything; None where the samples don't fit."""
     degrees = np.full(len(self.samples), degree)
     no_parents = empty_groups(self._problem.ranks, len(self.samples))
     seconds, layout = lay_out(self._problem, False, True, Degrees(degrees, degrees), no_parents)
     return self._layouts(layout) if seconds < np.inf else None
 
   def parents(self) -> Groups | None:
-    """The best groups of mixed degrees with all layers alike; None where the samples don't fit."""
+    """Returns the best groups of mixed degrees with all layers alike; None where the samples don't fit."""
     found = self._search(self._problem, repack=False)
     return found and found.children
 
   def disabled(self, parents: Groups) -> Layouts:
-    """Every layer in the parents' layout."""
+    """Returns layouts in which every layer runs as the parents do."""
     groups = self._groups(parents.of, parents)
     return Layouts(groups, groups, [])
 
   def repack(self, parents: Groups) -> Layouts:
-    """Children inside given parents."""
+    """Returns the best children inside given parents."""
     found = self._search(self._problem, repack=True, given=parents)
     assert found is not None, 'a parent can always be its own child'
     return self._layouts(found)
 
   def solve(self) -> Layouts | None:
-    """Solo samples, and for the rest parents chosen for their children."""
+    """Returns the best layouts: solo samples, and for the rest parents chosen for their children."""
     # The search counts tokens; rounding up a rank's share leaves that much less room for its solo samples.
     problem = self._problem._replace(capacity=self._problem.capacity - (self._row_tokens - 1))
     if self._problem.tokens.max(initial=0) > self._widest * problem.capacity:

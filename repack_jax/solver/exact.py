@@ -1,6 +1,6 @@
 """The best plan of a small batch, found by CP-SAT: what the fast planner is measured against.
 
-This and `exact_program.py` alone need OR-tools (`pip install 'repack-jax[exact]'`); nothing else of the
+This and `exact_problem.py` alone need OR-tools (`pip install 'repack-jax[exact]'`); nothing else of the
 package imports them.
 """
 
@@ -15,7 +15,7 @@ from repack_jax.config.run import PlannerConfig
 from repack_jax.plan.plan import Group, Plan
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.plan_times import predicted_s
-from repack_jax.solver.exact_program import Block, Program
+from repack_jax.solver.exact_problem import Block, PlanProblem
 from repack_jax.solver.solve import solve
 
 _STOP = 1e-5  # the relative gap at which the search is done
@@ -58,7 +58,7 @@ def exact(
   if not len(lengths):
     raise ValueError('no samples: an empty batch has no plan')
   plans = list(solve(lengths, costs, config).plans)
-  program = Program(lengths, costs, config)
+  program = PlanProblem(lengths, costs, config)
   if len(plans) == 1:
     _hint(program, plans[0])
   else:
@@ -82,7 +82,7 @@ def exact(
   return best, status == cp_model.OPTIMAL and right
 
 
-def _hint(program: Program, plan: Plan) -> None:
+def _hint(program: PlanProblem, plan: Plan) -> None:
   """Starts the search from a plan, turned into the one that the program's symmetry breaking leaves of it."""
   number = {int(sample): s for s, sample in enumerate(program.order)}
   children, parents = ([Block(g.first_rank, g.size) for g in of] for of in (plan.children, plan.parents))
@@ -127,7 +127,7 @@ def _moved(block: Block, place: dict[int, int]) -> Block:
   return Block(min(place[rank] for rank in block.ranks), block.size)
 
 
-def _plan(program: Program, solver: cp_model.CpSolver) -> Plan:
+def _plan(program: PlanProblem, solver: cp_model.CpSolver) -> Plan:
   """What the solver found, as `solve` builds plans."""
   children, parents = (
     sorted(b for b in program.blocks if solver.boolean_value(groups.chosen[b]))

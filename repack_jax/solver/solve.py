@@ -100,7 +100,7 @@ class _Batch:
     self._simulated: dict[tuple[int, ...], tuple[tuple[Plan, ...], Simulated]] = {}
 
   def solve(self) -> tuple[list[Plan], list[Plan]]:
-    """The plans of the mode, and those of the same micro-batches with repacking disabled, if it has them."""
+    """Returns the plans of the mode, and those of the same micro-batches with repacking disabled, if any."""
     if not len(self.lengths):
       return [], []
     room = self.cluster.num_ranks * self.config.capacity_tokens
@@ -112,7 +112,7 @@ class _Batch:
     return list(plans), [plan for plan in baseline if plan is not None]
 
   def simulated(self, plans: Iterable[Plan]) -> Simulated:
-    """The step of these plans, played once."""
+    """Returns the step of these plans, played once."""
     plans = tuple(plans)
     key = tuple(map(id, plans))  # the plans are kept beside the result, so ids stay theirs
     if key not in self._simulated:
@@ -120,7 +120,7 @@ class _Batch:
     return self._simulated[key][1]
 
   def plans(self, num_plans: int) -> list[tuple[Plan, Plan | None]] | None:
-    """(plan, plan with repacking disabled) of each micro-batch; None where the samples don't fit so many."""
+    """Returns (plan, plan with repacking disabled) of each micro-batch; None where samples don't fit."""
     domains = self.cluster.domains
     sorted_lengths = self.lengths[self.longest_first]
     tokens = sorted_lengths.astype(np.float64)

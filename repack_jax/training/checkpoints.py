@@ -33,7 +33,7 @@ class Checkpoints:
 
   @property
   def latest_step(self) -> int | None:
-    """Steps done at the latest complete checkpoint, None where there is none."""
+    """Returns steps done at the latest complete checkpoint, None where there is none."""
     return self._manager.latest_step()
 
   def save(self, position: Position) -> None:
@@ -50,7 +50,7 @@ class Checkpoints:
     self._manager.save(position.done, args=parts)
 
   def restore(self, shapes: Any) -> tuple[Any, dict[str, int | str]]:
-    """The latest checkpoint as (state, data state).
+    """Returns the latest checkpoint as (state, data state).
 
     Args:
       shapes: the state as ShapeDtypeStructs with the shardings that it is wanted in.

@@ -1,6 +1,6 @@
 """The plans of one domain and their predicted seconds as a program for CP-SAT; `exact.py` solves it.
 
-Seconds are whole numbers of `Program.unit_s`.
+Seconds are whole numbers of `PlanProblem.unit_s`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Groups(NamedTuple):
   member: dict[tuple[int, Block], cp_model.IntVar]
 
 
-class Program:
+class PlanProblem:
   """Blocks chosen as children and parents, samples put in them or solo, and `predicted_s` of that.
 
   Samples are numbered longest first. A block that is not chosen takes no time, so the times of all blocks
