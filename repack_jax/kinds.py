@@ -63,7 +63,10 @@ class LayerKind(abc.ABC):
 
   @abc.abstractmethod
   def sees(self, query: Array, key: Array) -> Array:
-    """Returns whether queries at these positions of a sample see keys at those, key <= query. For oracles."""
+    """Returns whether queries at these positions of a sample see the keys at those; never a later one.
+
+    For oracles: it shares nothing with `first_key` and `last_query`.
+    """
 
   @abc.abstractmethod
   def reach_tokens(self, tokens: int) -> int:

@@ -8,8 +8,10 @@ NUM_DEVICES = 32
 MOST_MEMORY_MAPS = 25_000
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
-# The suite compiles far more than it runs, so XLA's backend optimizes little here.
-os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_backend_optimization_level=0'
+# The suite compiles far more than it runs, so XLA's backend optimizes little here. Its older way to emit
+# fusions compiles in a third of the time.
+FAST_COMPILES = ' --xla_backend_optimization_level=0 --xla_cpu_use_fusion_emitters=false'
+os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + FAST_COMPILES
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

@@ -49,12 +49,12 @@ class Tiles:
 
 
 def block_tokens(tokens: int) -> int:
-  """Tokens in a block, a power of two, for T tokens."""
+  """Returns the tokens in a block, a power of two, for T tokens."""
   return min(_BLOCK_TOKENS, max(_MIN_BLOCK_TOKENS, 1 << (tokens - 1).bit_length()))
 
 
 def running_max(x: chex.Array) -> chex.Array:
-  """The largest of each prefix of x, int32 [n], none negative.
+  """Returns the largest of each prefix of x, int32 [n], none negative.
 
   In two levels, of rows and of their ends: for a TPU, XLA takes half a minute to compile a flat one of 1 Mi.
   """
@@ -66,7 +66,7 @@ def running_max(x: chex.Array) -> chex.Array:
 
 
 def visible_intervals(segments: chex.Array, kind: LayerKind) -> tuple[chex.Array, chex.Array]:
-  """The keys each query sees, and the queries that see each key, as intervals.
+  """Returns the keys each query sees, and the queries that see each key, as intervals.
 
   Args:
     segments: int32 [T], each sample one contiguous run, -1 for padding.
@@ -90,7 +90,7 @@ def visible_intervals(segments: chex.Array, kind: LayerKind) -> tuple[chex.Array
 
 
 def tile_bounds(first_key: chex.Array, last_query: chex.Array, block: int) -> Tiles:
-  """Which tiles hold work: every tile in these bounds has a query that sees one of its keys.
+  """Returns which tiles hold work: every tile in these bounds has a query that sees one of its keys.
 
   Args:
     first_key, last_query: int32 [T] from `visible_intervals`, for a T that `block` divides.

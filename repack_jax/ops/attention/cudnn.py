@@ -103,7 +103,7 @@ class Sequences(NamedTuple):
   Attributes:
     starts [S + 1]: first token of each sequence; T' behind the last.
     lengths [S]: tokens of each; 0 behind the last.
-    stats_row [T']: of each token served its row among S * M of statistics, S * M elsewhere.
+    stats_row [T']: row of each served token among the S * M of statistics; S * M for other tokens.
   """
 
   starts: chex.Array
@@ -190,7 +190,7 @@ def rank_samples(runs: Runs, bucket: Bucket) -> tuple[chex.Array, chex.Array]:
 
 
 def take_sequences(runs: Runs, bucket: Bucket, rank: chex.Array, round_number: chex.Array) -> Sequences:
-  """The samples with ranks `round_number * S` and up, at most S of them."""
+  """Returns the samples with ranks `round_number * S` and up, at most S of them."""
   n, (tokens,) = bucket.sequences, rank.shape
   slot = rank - round_number * n
   served = (rank >= 0) & (slot >= 0) & (slot < n)
@@ -205,7 +205,7 @@ def take_sequences(runs: Runs, bucket: Bucket, rank: chex.Array, round_number: c
 
 
 def stats_to_lse(stats: chex.Array, stats_row: chex.Array) -> chex.Array:
-  """cuDNN's statistics float32 [S, h, M] to lse [T', h]; arbitrary where `stats_row` has no row.
+  """Returns lse [T', h] of cuDNN's statistics float32 [S, h, M]; arbitrary where `stats_row` has no row.
 
   Both are the natural logarithm of a row's sum of exponentiated scaled scores.
   """
@@ -214,14 +214,14 @@ def stats_to_lse(stats: chex.Array, stats_row: chex.Array) -> chex.Array:
 
 
 def lse_to_stats(lse: chex.Array, stats_row: chex.Array, bucket: Bucket) -> chex.Array:
-  """The inverse of `stats_to_lse`; zero behind the end of each sequence."""
+  """Returns what `stats_to_lse` was given; zero behind the end of each sequence."""
   rows = jnp.zeros((bucket.sequences * bucket.row_tokens, lse.shape[1]), jnp.float32)
   rows = rows.at[stats_row].set(lse, mode='drop')
   return rows.reshape(bucket.sequences, bucket.row_tokens, -1).swapaxes(1, 2)
 
 
 def workspace_bytes(tokens: int, heads: int, head_dim: int) -> int:
-  """What a backward call takes beyond its arguments: dq in float32 for each of its S sequences of M tokens.
+  """Returns what a backward call takes beyond its arguments: dq in float32, S sequences of M tokens.
 
   XLA asks cuDNN for it on the device, and counts nothing where it compiles for one that is not there.
   """
