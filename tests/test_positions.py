@@ -9,16 +9,16 @@ from flax import nnx
 
 from models.attention import Attention
 from models.layers import rotary
-from repack_jax.config import ModelConfig
+from repack_jax.config import ModelConfig, weights
 from repack_jax.kinds import FullAttention, SlidingWindowAttention
 
 
 @pytest.mark.parametrize('letter', ['F', 'S'])
 def test_queries_are_turned_by_the_base_of_their_kind(letter):
   """The core is left out: the block's queries take the place of what it would return."""
-  kinds = FullAttention(rope_theta=0), SlidingWindowAttention(rope_theta=50)
-  model = ModelConfig(d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=False, kinds=kinds)
-  block = Attention(model, letter, 0.02, nnx.Rngs(0))
+  model = ModelConfig(d_model=64, num_heads=4, num_kv_heads=2, head_dim=16, qk_norm=False)
+  model = model.with_kind(FullAttention(rope_theta=0)).with_kind(SlidingWindowAttention(rope_theta=50))
+  block = Attention(model, model.kind(letter), weights.attention(model), nnx.Rngs(0))
   x = jax.random.normal(jax.random.key(1), (6, 64))
   batch = types.SimpleNamespace(positions=np.arange(6, dtype=np.int32))
   context = types.SimpleNamespace(attend=lambda kind, q, k, v, batch: q)
