@@ -27,7 +27,7 @@ from models.experts import block_rows
 from models.transformer import Decoder, stacks
 from repack_jax.config import MODES
 from repack_jax.exchange.ulysses import repacked_attention
-from repack_jax.kinds import FullAttention, SlidingWindowAttention
+from repack_jax.kinds import ChunkedAttention, FullAttention, SlidingWindowAttention
 from repack_jax.ops.attention import attention, get_attention
 from repack_jax.ops.loss import token_losses
 from repack_jax.parallel.mesh import DOMAIN_AXES, RANK_BLOCKS, make_mesh
@@ -166,6 +166,15 @@ def test_model_variants_do_not_depend_on_the_mesh(changes):
   batch = samples(LENGTHS['giant and short'])
   want = sums_of_batch(run_config(1, model=model), batch)
   assert_same(sums_of_batch(run_config(4, model=model), batch), want)
+
+
+def test_kinds_in_one_layout_do_not_depend_on_the_mesh():
+  """Windows and chunks, both in the children's layout, beside full layers without rotary positions."""
+  model = dataclasses.replace(MODEL, num_layers=3, pattern='FSC', expert_placement='replicated')
+  model = model.with_kind(ChunkedAttention(chunk_tokens=5)).with_kind(FullAttention(rope_theta=0))
+  batch = samples(LENGTHS['giant and short'])
+  want = sums_of_batch(run_config(1, model=model), batch)
+  assert_same(sums_of_batch(run_config(16, model=model), batch), want)
 
 
 def test_attention_implementations_agree(one_rank):
