@@ -1,4 +1,4 @@
-"""One domain of a micro-batch: its samples as a problem of `search.py`, and what was found as groups."""
+"""One domain of a micro-batch: its samples as a `Problem`, and what was found as groups."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ import numpy as np
 from repack_jax.config import FULL, SPARSE
 from repack_jax.plan.plan import Group
 from repack_jax.predict.cost_model import ATTENTION_BACKWARD_OVER_FORWARD, CostModel, bytes_per_peer
-from repack_jax.solver import search
+from repack_jax.solver.improve import improve
+from repack_jax.solver.layout import lay_out
+from repack_jax.solver.problem import Degrees, Groups, Layout, Problem, empty_groups
+from repack_jax.solver.search import FEW_SAMPLES, Options, search
 
 # Effort. Short samples are searched in bundles of a rank's mean tokens over _BUNDLES (over _SMALL_BUNDLES
-# where there is little room) and placed one by one only in the end. The others bound how many layouts are
-# judged: more where there are few samples.
+# where there is little room) and placed one by one only in the end, with at most so many layouts judged: more
+# where there are few samples.
 _BUNDLES, _SMALL_BUNDLES = 8, 32
 _MOST_SINGLE = 64
-_ROUNDS, _ROUNDS_OF_FEW = 40, 40
 _MANY_LAYOUTS, _FEW_LAYOUTS = 20_000, 300
 
 
@@ -53,22 +55,22 @@ class Domain:
 
   def static(self, degree: int) -> Layouts | None:
     """Groups of one degree for everything; None where the samples don't fit."""
-    degrees, layout = np.full(len(self.samples), degree), self._empty()
-    loads = self._problem.step_loads
-    fits = search.lay_out(self._problem, False, loads, degrees, degrees, layout) < np.inf
-    return self._layouts(layout) if fits else None
+    degrees = np.full(len(self.samples), degree)
+    no_parents = empty_groups(self._problem.ranks, len(self.samples))
+    seconds, layout = lay_out(self._problem, False, True, Degrees(degrees, degrees), no_parents)
+    return self._layouts(layout) if seconds < np.inf else None
 
-  def parents(self) -> search.Groups | None:
+  def parents(self) -> Groups | None:
     """The best groups of mixed degrees with all layers alike; None where the samples don't fit."""
     found = self._search(self._problem, repack=False)
     return found and found.children
 
-  def disabled(self, parents: search.Groups) -> Layouts:
+  def disabled(self, parents: Groups) -> Layouts:
     """Every layer in the parents' layout."""
     groups = self._groups(parents.of, parents)
     return Layouts(groups, groups, [])
 
-  def repack(self, parents: search.Groups) -> Layouts:
+  def repack(self, parents: Groups) -> Layouts:
     """Children inside given parents."""
     found = self._search(self._problem, repack=True, given=parents)
     assert found is not None, 'a parent can always be its own child'
@@ -83,52 +85,41 @@ class Domain:
     found = self._search(problem, repack=True, use_solo=True)
     return found and self._layouts(found)
 
-  def _empty(self) -> search.Layout:
-    return search.empty_layout(self._problem.ranks, len(self.samples))
-
   def _search(
     self,
-    problem: search.Problem,
+    problem: Problem,
     repack: bool,
     use_solo: bool = False,
-    given: search.Groups | None = None,
-  ) -> search.Layout | None:
+    given: Groups | None = None,
+  ) -> Layout | None:
     """Searches over bundles, places every sample by the degrees found, then moves single samples."""
     bundle_of, few = _bundled(problem, None if given is None else given.of)
-    few_parents = search.empty_groups(few.ranks, len(few.tokens))
+    few_parents = empty_groups(few.ranks, len(few.tokens))
     if given is not None:
-      search.copy_groups(given._replace(of=few_parents.of), few_parents)
       few_parents.of[bundle_of] = given.of
-    degree, child_degree = np.ones((2, len(few.tokens)), np.int64)
-    thorough = len(self.samples) <= search.FEW_SAMPLES
-    rounds = _ROUNDS_OF_FEW if thorough else _ROUNDS
-    by_step = search.search(
-      few, repack, use_solo, few_parents, self._widest, rounds, thorough, degree, child_degree
-    )
-    loads = problem.step_loads if by_step else problem.layer_loads
-    layout = self._empty()
-    child_degrees = child_degree[bundle_of]
+      few_parents = given._replace(of=few_parents.of)
+    found = search(few, Options(repack, use_solo, self._widest), few_parents)
+    parents, children = (degree[bundle_of] for degree in found.degrees)
     widest = np.full(len(self.samples), self._widest)
-    if given is not None:
-      search.copy_groups(given, layout.parents)
-      search.lay_out_children(problem, repack, widest, child_degrees, layout)
-    elif all(
-      search.lay_out(problem, repack, loads, degrees, child_degrees, layout) == np.inf
-      for degrees in (degree[bundle_of], widest)
-    ):
+    kept = empty_groups(problem.ranks, len(self.samples)) if given is None else given
+    for degree in (parents, widest):
+      seconds, layout = lay_out(problem, repack, found.by_step, Degrees(degree, children), kept)
+      if seconds < np.inf:
+        break
+    else:
       return None
-    budget = _MANY_LAYOUTS if thorough else _FEW_LAYOUTS
-    search.improve(problem, given is not None, budget, layout)
+    budget = _MANY_LAYOUTS if len(self.samples) <= FEW_SAMPLES else _FEW_LAYOUTS
+    improve(problem, given is not None, budget, layout)
     return layout
 
-  def _layouts(self, layout: search.Layout) -> Layouts:
+  def _layouts(self, layout: Layout) -> Layouts:
     parents, children = (self._groups(found.of, found) for found in (layout.parents, layout.children))
     ranks = self._problem.ranks
     alone = self._members(layout.solo.of, ranks)
     solo = [Group(rank, 1, samples) for rank, samples in enumerate(alone) if samples]
     return Layouts(parents, children, solo)
 
-  def _groups(self, of: np.ndarray, found: search.Groups) -> list[Group]:
+  def _groups(self, of: np.ndarray, found: Groups) -> list[Group]:
     count = int(found.number[0])
     return [
       Group(int(first), int(size), samples)
@@ -144,7 +135,7 @@ class Domain:
     return [tuple(part.tolist()) for part in np.split(self.samples[order], edges[:-1])[1:]]
 
 
-def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> search.Problem:
+def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> Problem:
   """Seconds of forward and backward pass of layers, mean over the layers of a kind."""
   model, cluster = cost.model, cost.cluster
   layers = range(model.num_layers)
@@ -153,21 +144,23 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> searc
   degrees = 2 ** np.arange(cluster.domain_ranks.bit_length())
   peer_bytes = 2.0 * bytes_per_peer(model, np.minimum(degrees, model.num_heads))
   routed_s = sum(cost.routed_s(layer) for layer in layers) / model.num_layers
-  full_s, sparse_s = (attention * cost.attention_s(tokens, kind) for kind in (FULL, SPARSE))
+  parents_s, children_s = (attention * cost.attention_s(tokens, kind) for kind in (FULL, SPARSE))
   of_kind = {kind: model.layer_kinds.count(kind) for kind in (FULL, SPARSE)}
-  step_s = of_kind[FULL] * full_s + of_kind[SPARSE] * sparse_s + tokens * both * routed_s * model.num_layers
-  token_share, full_share, sparse_share, step_share = (
-    values / max(values.sum(), 1e-300) for values in (tokens, full_s, sparse_s, step_s)
+  step_s = (
+    of_kind[FULL] * parents_s + of_kind[SPARSE] * children_s + tokens * both * routed_s * model.num_layers
+  )
+  token_share, parents_share, children_share, step_share = (
+    values / max(values.sum(), 1e-300) for values in (tokens, parents_s, children_s, step_s)
   )
   expert_bytes = 4 * cost.expert_bytes_per_token() * any(model.has_experts(layer) for layer in layers)
-  return search.Problem(
+  return Problem(
     tokens=tokens.astype(np.float64),
-    full_s=full_s,
-    sparse_s=sparse_s,
+    parents_s=parents_s,
+    children_s=children_s,
     step_s=step_s,
-    layer_loads=np.stack([full_share, token_share], axis=1),
+    layer_loads=np.stack([parents_share, token_share], axis=1),
     step_loads=np.stack([step_share, step_share], axis=1),
-    child_loads=np.stack([sparse_share, token_share], axis=1),
+    children_loads=np.stack([children_share, token_share], axis=1),
     ranks=cluster.domain_ranks,
     node_ranks=cluster.ranks_per_node,
     node_of=np.arange(cluster.domain_ranks) // cluster.ranks_per_node,
@@ -180,13 +173,13 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, cost: CostModel) -> searc
     routed_s=both * routed_s,
     routed_spread=cost.expert_ranks > 1,
     expert_exchange_s=expert_bytes / cluster.intra_node_bytes_per_s,
-    full_layers=of_kind[FULL],
-    sparse_layers=of_kind[SPARSE],
+    parents_layers=of_kind[FULL],
+    children_layers=of_kind[SPARSE],
     all_meet=cluster.prefetch_layers == 0,
   )
 
 
-def _bundled(problem: search.Problem, parent_of: np.ndarray | None) -> tuple[np.ndarray, search.Problem]:
+def _bundled(problem: Problem, parent_of: np.ndarray | None) -> tuple[np.ndarray, Problem]:
   """(bundle of each sample, the problem of the bundles): short samples together, those of a parent apart."""
   samples = len(problem.tokens)
   mean = problem.tokens.sum() / problem.ranks
@@ -212,10 +205,10 @@ def _bundled(problem: search.Problem, parent_of: np.ndarray | None) -> tuple[np.
   return bundle_of, problem._replace(
     solo_slack=limit if single < samples else 0.0,
     tokens=summed(problem.tokens),
-    full_s=summed(problem.full_s),
-    sparse_s=summed(problem.sparse_s),
+    parents_s=summed(problem.parents_s),
+    children_s=summed(problem.children_s),
     step_s=summed(problem.step_s),
     layer_loads=summed_loads(problem.layer_loads),
     step_loads=summed_loads(problem.step_loads),
-    child_loads=summed_loads(problem.child_loads),
+    children_loads=summed_loads(problem.children_loads),
   )

@@ -11,8 +11,8 @@ from repack_jax.config.cluster import ClusterConfig
 from repack_jax.plan.plan import Group, Plan, PlanError
 from repack_jax.predict.cost_model import CostModel, row_tokens
 from repack_jax.predict.simulator import simulate
+from repack_jax.solver.bins import fill_bins
 from repack_jax.solver.domain import Domain, Layouts
-from repack_jax.solver.search import fill_bins
 
 
 class SampleTooLong(ValueError):
@@ -87,9 +87,9 @@ class _Batch:
     tokens = self.lengths[self.longest_first].astype(np.float64)
     work_s = self.cost.attention_s(self.lengths[self.longest_first], FULL)
     bins = num_plans * domains
-    bin_of = np.zeros(len(tokens), np.int64)
     room = self.cluster.domain_ranks * self.config.capacity_tokens
-    if not fill_bins(tokens, work_s, bins, float(room), tokens.sum() / bins, work_s.sum() / bins, bin_of):
+    bin_of = fill_bins(tokens, work_s, bins, float(room), tokens.sum() / bins, work_s.sum() / bins)
+    if not len(bin_of):
       return None
     by_bin = np.split(
       self.longest_first[np.argsort(bin_of, kind='stable')],

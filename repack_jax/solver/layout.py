@@ -1,0 +1,234 @@
+"""From degrees to a layout: parents, children inside them, and solo samples in what room is left."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from repack_jax.solver.compiled import compiled
+from repack_jax.solver.judge import even_exchange_s, judge, uneven_exchange_s
+from repack_jax.solver.problem import Degrees, Groups, Layout, Problem, Solo, empty_groups, no_solo
+
+
+@compiled
+def lay_out(
+  problem: Problem, repack: bool, by_step: bool, degrees: Degrees, given: Groups
+) -> tuple[float, Layout]:
+  """Returns (judged seconds, layout) of these degrees.
+
+  Where the samples don't fit, the seconds are infinity and the layout is incomplete.
+
+  Args:
+    repack: children may be narrower than their parents. A parent across nodes stays wide in the children's
+      layout where that is judged faster.
+    by_step: parents balance `step_loads` rather than `layer_loads`.
+    given: parents, which the layout then shares; where it has no groups, parents are made from the degrees.
+  """
+  parents = given
+  if given.number[0] == 0:
+    parents = empty_groups(problem.ranks, len(problem.tokens))
+    loads = problem.step_loads if by_step else problem.layer_loads
+    everything = np.ones(len(problem.tokens), np.bool_)
+    if not _place(problem, loads, degrees.parents, everything, problem.ranks, problem.parents_s, parents):
+      return np.inf, Layout(parents, given, no_solo(problem.ranks, len(problem.tokens)))
+  wide = np.full(parents.number[0], not repack)
+  best, layout = _lay_out_inside(problem, degrees, parents, wide)
+  if repack:
+    for g in range(parents.number[0]):
+      if parents.size[g] <= problem.node_ranks:
+        continue
+      wide[g] = True
+      seconds, other = _lay_out_inside(problem, degrees, parents, wide)
+      if seconds < best:
+        best, layout = seconds, other
+      else:
+        wide[g] = False
+  return best, layout
+
+
+@compiled
+def _lay_out_inside(
+  problem: Problem, degrees: Degrees, parents: Groups, wide: np.ndarray
+) -> tuple[float, Layout]:
+  """Returns as `lay_out`, with those parents wide in the children's layout that have `wide` set."""
+  children = _make_children(problem, parents, degrees.children, wide)
+  fits, solo = _place_solo(problem, degrees.parents, parents, children)
+  layout = Layout(parents, children, solo)
+  return (judge(problem, layout).seconds if fits else np.inf), layout
+
+
+# --- groups ---------------------------------------------------------------------------------------------
+
+
+@compiled
+def _place(
+  problem: Problem,
+  loads: np.ndarray,
+  degree: np.ndarray,
+  inside: np.ndarray,
+  ranks: int,
+  work_s: np.ndarray,
+  groups: Groups,
+) -> bool:
+  """Appends groups that tile the next `ranks` ranks and hold the samples with `inside`.
+
+  Widest first, then longest: into the group that stays least loaded, or a new one where that is no worse.
+
+  Args:
+    loads: float64 [samples, 2], what to balance; a group is as loaded as the worse of the two.
+    degree: int64 [samples], the size of group that a sample needs at least; 0 leaves it out.
+    work_s: float64 [samples], what the groups' `work_s` adds up.
+
+  Returns False where a sample finds no room; what was appended is then of no use.
+  """
+  tokens, capacity = problem.tokens, problem.capacity
+  begin, free = groups.number[0], ranks
+  held = np.zeros((ranks, 2))
+  p = ranks
+  while p >= 1:
+    for s in range(len(tokens)):
+      if not inside[s] or degree[s] != p:
+        continue
+      best, best_load = -1, np.inf
+      for g in range(begin, groups.number[0]):
+        if groups.tokens[g] + tokens[s] <= groups.size[g] * capacity:
+          i = g - begin
+          load = max(held[i, 0] + loads[s, 0], held[i, 1] + loads[s, 1]) / groups.size[g]
+          if load < best_load:
+            best, best_load = g, load
+      if p <= free and tokens[s] <= p * capacity and max(loads[s, 0], loads[s, 1]) / p <= best_load:
+        best = _append(groups, p)
+        free -= p
+      if best < 0:
+        return False
+      held[best - begin, 0] += loads[s, 0]
+      held[best - begin, 1] += loads[s, 1]
+      _put(problem, work_s, s, groups, best)
+    p >>= 1
+  for _ in range(free):
+    _append(groups, 1)
+  return True
+
+
+@compiled
+def _append(groups: Groups, size: int) -> int:
+  """Appends a group of the next `size` ranks, still empty; returns its number."""
+  g = groups.number[0]
+  groups.first[g] = groups.first[g - 1] + groups.size[g - 1] if g > 0 else 0
+  groups.size[g], groups.tokens[g], groups.work_s[g] = size, 0.0, 0.0
+  groups.number[0] = g + 1
+  return g
+
+
+@compiled
+def _put(problem: Problem, work_s: np.ndarray, s: int, groups: Groups, g: int) -> None:
+  groups.of[s] = g
+  groups.tokens[g] += problem.tokens[s]
+  groups.work_s[g] += work_s[s]
+
+
+@compiled
+def _make_children(problem: Problem, parents: Groups, degree: np.ndarray, wide: np.ndarray) -> Groups:
+  """Returns the children of all parents.
+
+  Those with `wide` set, and those whose samples fit no other way, are their own only child.
+  """
+  children = empty_groups(problem.ranks, len(problem.tokens))
+  for g in range(parents.number[0]):
+    begin = children.number[0]
+    if wide[g] or not _append_narrow(problem, parents, g, degree, children):
+      children.number[0] = begin
+      _append(children, parents.size[g])
+      for s in range(len(problem.tokens)):
+        if parents.of[s] == g:
+          _put(problem, problem.children_s, s, children, begin)
+  return children
+
+
+@compiled
+def _append_narrow(problem: Problem, parents: Groups, g: int, degree: np.ndarray, children: Groups) -> bool:
+  """Appends the children of parent g inside nodes, by the samples' degrees; False where they don't fit."""
+  samples = len(problem.tokens)
+  block = min(parents.size[g], problem.node_ranks)
+  blocks = parents.size[g] // block
+  held = np.zeros(blocks)
+  block_of = np.full(samples, -1, np.int64)
+  for s in range(samples):
+    if parents.of[s] != g:  # of another parent, or solo
+      continue
+    best = -1
+    for b in range(blocks):
+      fits = held[b] + problem.tokens[s] <= block * problem.capacity
+      if fits and (best < 0 or held[b] < held[best]):
+        best = b
+    if best < 0:
+      return False
+    block_of[s] = best
+    held[best] += problem.tokens[s]
+  loads, limited = problem.children_loads, np.minimum(degree, block)
+  for b in range(blocks):
+    if not _place(problem, loads, limited, block_of == b, block, problem.children_s, children):
+      return False
+  return True
+
+
+# --- solo samples ---------------------------------------------------------------------------------------
+
+
+@compiled
+def _place_solo(problem: Problem, degree: np.ndarray, parents: Groups, children: Groups) -> tuple[bool, Solo]:
+  """Puts samples of degree 0, longest first, on the rank with the least to do.
+
+  To do is the worse of all seconds of a step and of the tokens at their mean price.
+
+  Returns (whether all found room, the solo samples).
+  """
+  solo = no_solo(problem.ranks, len(problem.tokens))
+  if len(degree) == 0 or degree.min() > 0:
+    return True, solo
+  held, busy_s = _rank_work(problem, parents, children)
+  price = problem.step_s.sum() / problem.tokens.sum()
+  for s in range(len(problem.tokens)):
+    if degree[s] != 0:
+      continue
+    best, best_load = -1, np.inf
+    for r in range(problem.ranks):
+      if held[r] + problem.tokens[s] <= problem.capacity + problem.solo_slack:
+        load = max(busy_s[r] + problem.step_s[s], (held[r] + problem.tokens[s]) * price)
+        if load < best_load:
+          best, best_load = r, load
+    if best < 0:
+      return False, solo
+    held[best] += problem.tokens[s]
+    busy_s[best] += problem.step_s[s]
+    solo.of[s] = best
+    solo.tokens[best] += problem.tokens[s]
+    solo.parents_s[best] += problem.parents_s[s]
+    solo.children_s[best] += problem.children_s[s]
+  return True, solo
+
+
+@compiled
+def _rank_work(problem: Problem, parents: Groups, children: Groups) -> tuple[np.ndarray, np.ndarray]:
+  """Returns (tokens, seconds of a step) of the groups on each rank, float64 [ranks] each.
+
+  Seconds are without latencies and without what all tokens cost alike.
+  """
+  held, busy_s = np.zeros(problem.ranks), np.zeros(problem.ranks)
+  for c in range(children.number[0]):
+    first, size = children.first[c], children.size[c]
+    tokens = children.tokens[c] / size
+    seconds = children.work_s[c] / size
+    if size > 1:
+      seconds += tokens * even_exchange_s(problem, size)
+    for r in range(first, first + size):
+      held[r] = tokens
+      busy_s[r] = problem.children_layers * seconds
+  layers = problem.parents_layers + problem.children_layers
+  for g in range(parents.number[0]):
+    first, size = parents.first[g], parents.size[g]
+    seconds = parents.work_s[g] / size
+    if size > 1:
+      seconds += uneven_exchange_s(problem, first, size, held)
+    for r in range(first, first + size):
+      busy_s[r] += problem.parents_layers * seconds + layers * held[r] * problem.routed_s
+  return held, busy_s
