@@ -11,7 +11,7 @@ from repack_jax.solver.compiled import compiled
 def fill_bins(
   tokens: np.ndarray, work_s: np.ndarray, bins: int, bin_tokens: float, mean_tokens: float, mean_work_s: float
 ) -> np.ndarray:
-  """Puts each sample in the bin with the least, by the worse of tokens and work over their means.
+  """Puts samples, in their order, in the bin with the least: the worse of tokens and work over their means.
 
   Args:
     tokens, work_s: float64 [samples], longest first.

@@ -12,12 +12,12 @@ from repack_jax.solver.problem import Layout, Problem
 
 # A sample is swapped with one of so many next shorter ones.
 SWAP_PARTNERS = 64
-# What a change has to gain, as a share of the seconds: more than rounding makes of moving forth and back.
+# What a change has to gain, as a share of the seconds: more than rounding alone can.
 LEAST_GAIN = 1e-9
 
 
 class _Nesting(NamedTuple):
-  """int64: the parent of each child, [children], and the child of each rank, [ranks]."""
+  """The parent of each child and the child of each rank, int64 [ranks] each."""
 
   parent_of: np.ndarray
   child_of: np.ndarray
@@ -29,8 +29,8 @@ def improve(problem: Problem, keep_parents: bool, budget: int, layout: Layout) -
 
   Args:
     keep_parents: samples stay in their parents.
-    budget: about how many layouts to judge at most.
-    layout: is changed.
+    budget: the layouts to judge, give or take those of one sample.
+    layout: changed in place.
 
   Returns the judged seconds.
   """
@@ -42,20 +42,21 @@ def improve(problem: Problem, keep_parents: bool, budget: int, layout: Layout) -
     for s in range(len(problem.tokens) - 1, -1, -1):
       if not _decides(problem, layout, s, critical):
         continue
-      before = best
+      best_before, budget_before = best, budget
       best, budget = _move(problem, layout, nesting, keep_parents, s, best, budget)
       if budget <= 0:
         break
       best, budget = _swap(problem, layout, nesting, keep_parents, s, best, budget)
-      improved = improved or best < before
-      critical = judge(problem, layout).critical
+      improved = improved or best < best_before
+      if budget < budget_before:  # even moving there and back rounds the sums
+        critical = judge(problem, layout).critical
   return best
 
 
 @compiled
 def _nesting(problem: Problem, layout: Layout) -> _Nesting:
   parents, children = layout.parents, layout.children
-  parent_of = np.zeros(children.number[0], np.int64)
+  parent_of = np.zeros(problem.ranks, np.int64)
   child_of = np.zeros(problem.ranks, np.int64)
   for c in range(children.number[0]):
     child_of[children.first[c] : children.first[c] + children.size[c]] = c
@@ -67,7 +68,7 @@ def _nesting(problem: Problem, layout: Layout) -> _Nesting:
 
 @compiled
 def _place_of(layout: Layout, s: int) -> int:
-  """Returns the rank of a solo sample, the child of any other: the number that it has not is -1."""
+  """Returns the rank of a solo sample, the child of any other; the number that it lacks is -1."""
   return max(layout.solo.of[s], layout.children.of[s])
 
 
@@ -113,7 +114,7 @@ def _move(
 def _swap(
   problem: Problem, layout: Layout, nesting: _Nesting, keep_parents: bool, s: int, best: float, budget: int
 ) -> tuple[float, int]:
-  """Swaps a sample with the first shorter one where that is judged faster, as `_move`."""
+  """Swaps a sample with the first shorter one for which that is judged faster; returns as `_move`."""
   alone, here = layout.solo.of[s] >= 0, _place_of(layout, s)
   for other in range(s + 1, min(len(problem.tokens), s + 1 + SWAP_PARTNERS)):
     if (layout.solo.of[other] >= 0) != alone or problem.tokens[other] == problem.tokens[s]:
@@ -144,28 +145,28 @@ def _allowed(nesting: _Nesting, keep_parents: bool, alone: bool, here: int, ther
 def _shift(problem: Problem, layout: Layout, nesting: _Nesting, s: int, target: int) -> None:
   """Moves a sample to another child and its parent; a solo one to another rank."""
   tokens, parents_s, children_s = problem.tokens[s], problem.parents_s[s], problem.children_s[s]
-  here = _place_of(layout, s)
-  if layout.solo.of[s] >= 0:
-    layout.solo.tokens[here] -= tokens
+  rank, child = layout.solo.of[s], layout.children.of[s]
+  parent, into = layout.parents.of[s], nesting.parent_of[target]
+  if rank >= 0:
+    layout.solo.tokens[rank] -= tokens
     layout.solo.tokens[target] += tokens
-    layout.solo.parents_s[here] -= parents_s
+    layout.solo.parents_s[rank] -= parents_s
     layout.solo.parents_s[target] += parents_s
-    layout.solo.children_s[here] -= children_s
+    layout.solo.children_s[rank] -= children_s
     layout.solo.children_s[target] += children_s
     layout.solo.of[s] = target
-  else:
-    layout.children.tokens[here] -= tokens
+  if child >= 0:
+    layout.children.tokens[child] -= tokens
     layout.children.tokens[target] += tokens
-    layout.children.work_s[here] -= children_s
+    layout.children.work_s[child] -= children_s
     layout.children.work_s[target] += children_s
     layout.children.of[s] = target
-    before, after = layout.parents.of[s], nesting.parent_of[target]
-    if before != after:
-      layout.parents.tokens[before] -= tokens
-      layout.parents.tokens[after] += tokens
-      layout.parents.work_s[before] -= parents_s
-      layout.parents.work_s[after] += parents_s
-      layout.parents.of[s] = after
+  if parent >= 0 and parent != into:
+    layout.parents.tokens[parent] -= tokens
+    layout.parents.tokens[into] += tokens
+    layout.parents.work_s[parent] -= parents_s
+    layout.parents.work_s[into] += parents_s
+    layout.parents.of[s] = into
 
 
 @compiled

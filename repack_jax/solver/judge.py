@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from repack_jax.solver.compiled import compiled
-from repack_jax.solver.problem import Layout, Problem, log2
+from repack_jax.solver.problem import Groups, Layout, Problem, log2
 
 # Weight of the mean of squares: small against what decides, but it tells apart layouts that have the same
 # slowest rank, so that the search gets past the first of two equally slow ones.
@@ -30,6 +30,13 @@ class Judged(NamedTuple):
   critical: tuple[int, int, int, int]
 
 
+class _Seconds(NamedTuple):
+  """float64 [parents]: seconds of a layer that runs in the parents' layout, and of one in the children's."""
+
+  parents: np.ndarray
+  children: np.ndarray
+
+
 @compiled
 def judge(problem: Problem, layout: Layout) -> Judged:
   """Returns the predicted seconds of a layout, and what decides them.
@@ -38,66 +45,79 @@ def judge(problem: Problem, layout: Layout) -> Judged:
   layer. Those that don't are as slow as the slowest in all layers together, or in each where `all_meet`.
   """
   parents, children, solo = layout
-  ranks, node_of, nodes = problem.ranks, problem.node_of, problem.ranks // problem.node_ranks
-  shared_tokens, rank_s = np.zeros(ranks), np.zeros(ranks)  # of children; of a layer in their layout
-  experts_s, most_tokens = np.zeros(nodes), np.zeros(nodes)
+  nodes = problem.ranks // problem.node_ranks
+  shared_tokens, rank_s = np.zeros(problem.ranks), np.zeros(problem.ranks)
+  node_tokens, most_tokens = np.zeros(nodes), np.zeros(nodes)
   routed_s = 0.0 if problem.routed_spread else problem.routed_s
-  tokens, squares, by_tokens = 0.0, 0.0, 0
+  # Each rank in a layer of the children's layout.
   for c in range(children.number[0]):
     first, size = children.first[c], children.size[c]
-    shared = children.tokens[c] / size
+    held = children.tokens[c] / size
     seconds = children.work_s[c] / size
     if size > 1:
-      seconds += problem.latency_s[log2(size)] + shared * even_exchange_s(problem, size)
+      seconds += problem.latency_s[log2(size)] + held * even_exchange_s(problem, size)
     for r in range(first, first + size):
-      held = shared + solo.tokens[r]
-      shared_tokens[r] = shared
-      rank_s[r] = seconds + solo.children_s[r] + held * routed_s
-      experts_s[node_of[r]] += held
-      most_tokens[node_of[r]] = max(most_tokens[node_of[r]], held)
-      squares += held * held
-      if held > tokens:
-        tokens, by_tokens = held, node_of[r]
-  for n in range(nodes if problem.routed_spread else 0):
-    shared = experts_s[n] / problem.node_ranks
-    experts_s[n] = shared * problem.routed_s + most_tokens[n] * problem.expert_exchange_s
+      n, tokens = problem.node_of[r], held + solo.tokens[r]
+      shared_tokens[r] = held
+      rank_s[r] = seconds + solo.children_s[r] + tokens * routed_s
+      node_tokens[n] += tokens
+      most_tokens[n] = max(most_tokens[n], tokens)
+  experts_s = node_tokens / problem.node_ranks * problem.routed_s + most_tokens * problem.expert_exchange_s
+  # Each parent in a layer of either layout, as slow as its slowest rank.
+  slowest = _Seconds(np.zeros(parents.number[0]), np.zeros(parents.number[0]))
+  for g in range(parents.number[0]):
+    first, size = parents.first[g], parents.size[g]
+    children_s, alone_s, shared_s = 0.0, 0.0, 0.0
+    for r in range(first, first + size):
+      children_s = max(children_s, rank_s[r])
+      alone_s = max(alone_s, solo.parents_s[r] + (shared_tokens[r] + solo.tokens[r]) * routed_s)
+    parents_s = parents.work_s[g] / size + alone_s
+    if size > 1:
+      parents_s += uneven_exchange_s(problem, first, size, shared_tokens)
+    if problem.routed_spread:
+      for n in range(problem.node_of[first], problem.node_of[first + size - 1] + 1):
+        shared_s = max(shared_s, experts_s[n])
+    slowest.parents[g], slowest.children[g] = parents_s + shared_s, children_s + shared_s
+  return _judged(problem, parents, slowest, shared_tokens, solo.tokens)
+
+
+@compiled
+def _judged(
+  problem: Problem, parents: Groups, slowest: _Seconds, shared_tokens: np.ndarray, solo_tokens: np.ndarray
+) -> Judged:
+  """Combines the seconds of all parents, and tokens float64 [ranks]."""
+  most_tokens, squares = 0.0, 0.0
+  by_tokens, by_parents, by_children, by_both = 0, 0, 0, 0
+  for r in range(problem.ranks):
+    tokens = shared_tokens[r] + solo_tokens[r]
+    squares += tokens * tokens
+    if tokens > most_tokens:
+      most_tokens, by_tokens = tokens, problem.node_of[r]
   parents_s, children_s, both_s, both_squares = 0.0, 0.0, 0.0, 0.0
-  by_parents, by_children, by_both = 0, 0, 0
   met_parents_s, met_children_s, met_until = 0.0, 0.0, 0
   for g in range(parents.number[0]):
     first, size = parents.first[g], parents.size[g]
-    first_node, last_node = node_of[first], node_of[first + size - 1]
-    own_parents_s, own_children_s = 0.0, 0.0
-    for r in range(first, first + size):
-      own_parents_s = max(own_parents_s, solo.parents_s[r] + (shared_tokens[r] + solo.tokens[r]) * routed_s)
-      own_children_s = max(own_children_s, rank_s[r])
-    own_parents_s = parents.work_s[g] / size + own_parents_s
-    if size > 1:
-      own_parents_s += uneven_exchange_s(problem, first, size, shared_tokens)
-    if problem.routed_spread:
-      slow = experts_s[first_node]
-      for n in range(first_node + 1, last_node + 1):
-        slow = max(slow, experts_s[n])
-      own_parents_s += slow
-      own_children_s += slow
-    if own_parents_s > parents_s:
-      parents_s, by_parents = own_parents_s, first_node
-    if own_children_s > children_s:
-      children_s, by_children = own_children_s, first_node
+    n = problem.node_of[first]
+    if slowest.parents[g] > parents_s:
+      parents_s, by_parents = slowest.parents[g], n
+    if slowest.children[g] > children_s:
+      children_s, by_children = slowest.children[g], n
     if problem.routed_spread and first < met_until:  # another parent of the same node
-      met_parents_s, met_children_s = max(met_parents_s, own_parents_s), max(met_children_s, own_children_s)
+      met_parents_s = max(met_parents_s, slowest.parents[g])
+      met_children_s = max(met_children_s, slowest.children[g])
     else:
-      met_parents_s, met_children_s = own_parents_s, own_children_s
-    met_until = (last_node + 1) * problem.node_ranks
+      met_parents_s, met_children_s = slowest.parents[g], slowest.children[g]
+    met_until = (problem.node_of[first + size - 1] + 1) * problem.node_ranks
     together_s = problem.parents_layers * met_parents_s + problem.children_layers * met_children_s
     both_squares += size * together_s * together_s
     if together_s > both_s:
-      both_s, by_both = together_s, first_node
+      both_s, by_both = together_s, n
   if problem.all_meet:
     both_s = problem.parents_layers * parents_s + problem.children_layers * children_s
-  seconds = tokens * problem.own_s + both_s
-  if tokens > 0.0:
-    evenness = squares / (ranks * tokens) * problem.own_s + both_squares / (ranks * max(both_s, 1e-30))
+  seconds = most_tokens * problem.own_s + both_s
+  if most_tokens > 0.0:
+    evenness = squares / (problem.ranks * most_tokens) * problem.own_s
+    evenness += both_squares / (problem.ranks * max(both_s, 1e-30))
     seconds += EVENNESS * evenness
   return Judged(seconds, (by_tokens, by_parents, by_children, by_both))
 

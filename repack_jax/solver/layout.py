@@ -13,7 +13,9 @@ from repack_jax.solver.problem import Degrees, Groups, Layout, Problem, Solo, em
 def lay_out(
   problem: Problem, repack: bool, by_step: bool, degrees: Degrees, given: Groups
 ) -> tuple[float, Layout]:
-  """Returns (judged seconds, layout) of these degrees; infinity where the samples don't fit.
+  """Returns (judged seconds, layout) of these degrees.
+
+  Where the samples don't fit, the seconds are infinity and the layout is incomplete.
 
   Args:
     repack: children may be narrower than their parents. A parent across nodes stays wide in the children's
@@ -47,6 +49,7 @@ def lay_out(
 def _lay_out_inside(
   problem: Problem, degrees: Degrees, parents: Groups, wide: np.ndarray
 ) -> tuple[float, Layout]:
+  """Returns as `lay_out`, with those parents wide in the children's layout that have `wide` set."""
   children = _make_children(problem, parents, degrees.children, wide)
   fits, solo = _place_solo(problem, degrees.parents, parents, children)
   layout = Layout(parents, children, solo)

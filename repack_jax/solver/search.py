@@ -34,7 +34,7 @@ class Options(NamedTuple):
 
 
 class Found(NamedTuple):
-  """The best degrees; `by_step`: for parents that balance `step_loads` rather than `layer_loads`."""
+  """The best degrees, and whether their parents balance `step_loads` rather than `layer_loads`."""
 
   degrees: Degrees
   by_step: bool
@@ -94,7 +94,7 @@ def _grid(problem: Problem, options: Options, given: Groups) -> _Starts:
   seen = {0}
   for start in range(count):
     by_step = _by_step(given, start)
-    load = (problem.step_loads if by_step else problem.layer_loads)[:, 0]
+    load = (problem.step_loads if by_step else problem.layer_loads)[:, 0].copy()  # contiguous, as tokens are
     for limit in LIMITS[: len(LIMITS) if choose_parents else 1]:
       for j in range(len(LIMITS)):
         if options.use_solo and samples > FEW_SAMPLES and 0 < j < len(LIMITS) - 1:
