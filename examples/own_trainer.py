@@ -1,6 +1,6 @@
 """Trains a small model that is not this project's, on a mesh of its own, with layerwise repacking.
 
-python examples/own_trainer.py
+Run it as it is, `python examples/own_trainer.py`; `docs/library.md` leads through it.
 """
 
 from collections import namedtuple

@@ -130,7 +130,7 @@ def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
   change = f' ({sent / disabled - 1:+.1%})' if disabled else ''
   predicted = sum(record['predicted_s'] for record in records)
   faster = predicted / sum(record['predicted_s_disabled'] for record in records)
-  dropped = sum(record['dropped_assignments'] for record in records)
+  dropped = sum(record.get('dropped_assignments', 0) for record in records)  # 0 where a model has no experts
   tokens = sum(record['tokens'] for record in records)
   solo = sum(record['solo_tokens'] for record in records) / tokens
   epochs = tokens / data_counts['epoch_tokens']
