@@ -407,3 +407,15 @@ def test_trace_can_be_compressed(tmp_path):
 def test_report_does_without_jax():
   code = "import sys, repack_jax.report; sys.exit('jax' in sys.modules)"
   assert subprocess.run([sys.executable, '-c', code], cwd=FOLDER.parent.parent).returncode == 0
+
+
+def test_scripts_use_pictures_and_elements_that_exist():
+  scripts = '\n'.join(file.read_text() for file in FOLDER.glob('*.js'))
+  made = set(re.findall(r'pictures\.(\w+) = ', scripts))
+  assert made and set(re.findall(r'pictures\.(\w+)', scripts)) == made
+  elements = set(re.findall(r'id="([\w-]+)"', (FOLDER / 'plan.html').read_text()))
+  assert set(re.findall(r"byId\('([\w-]+)'\)", scripts)) <= elements
+  style = (FOLDER / 'plan.css').read_text()
+  for cause in CAUSES:
+    name = re.sub("'s?", '', cause.removeprefix('wait: '), count=1).replace(' ', '-')
+    assert f'--{name}:' in style or cause.startswith('wait: step'), cause

@@ -302,7 +302,7 @@ class Plan:
     if self.solo:
       lengths = [self.lengths[s] for group in self.solo for s in group.samples]
       most = int((self.rank_tokens - self.shared_tokens).max())
-      label = f'solo on {len(self.solo)} ranks'
+      label = f'solo on {len(self.solo)} rank{"" if len(self.solo) == 1 else "s"}'
       lines.append(f'{label:<28}{len(lengths):>8}{sum(lengths):>9}{most:>8}{max(lengths):>9}')
     return '\n'.join(lines)
 

@@ -55,7 +55,7 @@ function showBars() {
   probe.append(element('span'), element('div'), element('span'));
   byId('bars').replaceChildren(probe);
   const full = probe.children[1].clientWidth;
-  pictures.full.font(ink, 13);
+  pictures.parents.font(ink, 13);
   const fits = (name, part) => ink.measureText(name).width + 8 < part * full;
   const causes = page.families.flatMap(causesOf);
   byId('bars').replaceChildren(
