@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,6 +96,7 @@ def random_case(number: int) -> PlanCase:
     ranks_per_node=int(2 ** rng.integers(0, 4)),
     domains=int(rng.integers(1, 4)),
     prefetch_layers=int(rng.integers(0, 2)),
+    wire_row_bytes=int(rng.choice([1, 512])),
   )
   placement, pattern = str(rng.choice(['spread', 'replicated'])), ('FSSS', 'FS', 'F', 'S')[number % 4]
   model = ModelConfig(
@@ -107,7 +109,10 @@ def random_case(number: int) -> PlanCase:
     max_sp_degree=int(2 ** rng.integers(0, 6)),
   )
   costs = model_costs(cluster, model)
-  longest = costs.degrees(config)[-1] * config.capacity_tokens
+  widest = costs.degrees(config)[-1]
+  row = costs.wire.row_tokens(widest, cluster.wire_row_bytes)
+  config = dataclasses.replace(config, capacity_tokens=-(-config.capacity_tokens // row) * row)
+  longest = widest * config.capacity_tokens
   name = str(rng.choice(['empty', 'one', 'equal', 'giant', 'dust', 'lognormal', 'uniform', 'too long']))
   n = int(np.exp(rng.uniform(0, np.log(300))))
   if name == 'empty':

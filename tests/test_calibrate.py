@@ -165,8 +165,9 @@ def test_profiles(profile):
   assert cluster.inter_node_bytes_per_s == pytest.approx(cluster.intra_node_bytes_per_s / 7.0, rel=0.01)
   assert cluster.matmul_flops_per_s < cluster.peak_flops_per_s
   assert cluster.attention_flops_per_s < cluster.matmul_flops_per_s
-  others = set(bound_fields(str(profile))) - {'ranks_per_node', 'platform'}
+  others = set(bound_fields(str(profile))) - {'ranks_per_node', 'platform', 'wire_row_bytes'}
   assert (cluster.platform == 'tpu') == profile.stem.startswith('tpu')
+  assert cluster.wire_row_bytes == (512 if cluster.platform == 'tpu' else 1)
   assert others == {*COMPUTE, *INTRA, *INTER, 'peak_flops_per_s', 'memory_bytes', 'memory_bytes_per_s'}
 
 

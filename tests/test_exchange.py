@@ -128,12 +128,13 @@ def check_against_oracle(plan: Plan, layout: str, implementation: str, span: int
       assert not got[rank, tokens[rank] :].any()
 
 
+@pytest.mark.parametrize('seeds', [range(4), pytest.param(range(4, 40), marks=pytest.mark.long)])
 @pytest.mark.parametrize('implementation', ['dense', 'ragged'])
 @pytest.mark.parametrize('ranks', SHAPES)
-def test_exchange_equals_oracle_over_the_domain(monkeypatch, ranks, implementation):
+def test_exchange_equals_oracle_over_the_domain(monkeypatch, ranks, implementation, seeds):
   monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
   ranks_per_node, capacity = SHAPES[ranks][0], SHAPES[ranks][4]
-  for seed in range(4):
+  for seed in seeds:
     rng, solo = np.random.default_rng(seed), 0.5 * (seed % 2)
     plan = cases.random_plan(rng, ranks, capacity, ranks, ranks_per_node, solo=solo)
     for layout in LAYOUTS:

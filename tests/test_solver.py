@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -134,6 +135,17 @@ def test_any_batch(data):
   plans = plans_of(lengths, mesh, mode, capacity, max_sp_degree=widest)
   check(plans, lengths, mesh, mode, capacity)
   assert all(plan.widest(PARENTS) <= widest for plan in plans)
+
+
+@pytest.mark.long
+def test_sweep_of_batches_of_any_kind(tmp_path):
+  """Legal, complete, and no slower than without repacking; the script names the batches that are not."""
+  script, rows = ROOT / 'scripts/bench_planner.py', tmp_path / 'rows.json'
+  command = [sys.executable, script, '--only', 'sweep', '--sweep', '2000', '--sweep-from', '50000']
+  process = subprocess.run([*command, '--json', rows], capture_output=True, text=True, cwd=ROOT)
+  assert process.returncode == 0, process.stderr
+  (swept,) = json.loads(rows.read_text())['results']['sweep']
+  assert (swept['batches'], swept['failures']) == (2000, 0)
 
 
 @pytest.mark.parametrize('prefetch_layers', [0, 1])
