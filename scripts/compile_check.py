@@ -199,12 +199,12 @@ def expert_rows(step: Any, plan: Plan) -> int:
 def print_table(title: str, rows: list[dict[str, Any]]) -> None:
   print(f'\n{title}')
   print(
-    f'{"layer":<8}{"direction":<11}{"purpose":<23}{"collective":<20}{"times":>6}{"groups":>9}  {"span":<15}'
+    f'{"layer":<10}{"direction":<11}{"purpose":<23}{"collective":<20}{"times":>6}{"groups":>9}  {"span":<15}'
     f'{"buffers":>11}  {"overlaps"}'
   )
   for row in rows:
     print(
-      f'{row["layer"]:<8}{row["direction"]:<11}{row["purpose"]:<23}{row["collective"]:<20}{row["times"]:>6}'
+      f'{row["layer"]:<10}{row["direction"]:<11}{row["purpose"]:<23}{row["collective"]:<20}{row["times"]:>6}'
       f'{row["groups"]:>9}  {row["span"]:<15}{row["buffer_bytes"] / 1e6:>8,.1f} MB  '
       f'{"may" if row["asynchronous"] else "no"}'
     )
