@@ -17,6 +17,7 @@ def checked(*args: str) -> subprocess.CompletedProcess:
   return subprocess.run(command, capture_output=True, text=True, timeout=1200)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(
   (sys.platform, platform.machine()) != ('linux', 'x86_64'), reason='libtpu is made for Linux on x86 alone'
 )

@@ -61,7 +61,7 @@ def test_loss_and_gradients_do_not_depend_on_mesh_and_mode(one_rank, ranks, mode
     assert_same(sums_of_plan(run, plan, samples(lengths), widest_program(run)), one_rank[name])
 
 
-@pytest.mark.parametrize('ranks', [4, 16])
+@pytest.mark.parametrize('ranks', [pytest.param(4, marks=pytest.mark.long), 16])
 def test_every_program_that_plans_ask_for_agrees(one_rank, ranks):
   """The narrowest program of each plan, over nodes or the domain, with solo samples or without."""
   run, used = run_config(ranks), set()
@@ -155,10 +155,12 @@ def test_two_domains_agree_with_one_rank(one_rank):
   'changes',
   [
     {'expert_placement': 'replicated'},
-    {'tie_embeddings': True, 'qk_norm': False, 'shared_expert_width': 0},
+    pytest.param(
+      {'tie_embeddings': True, 'qk_norm': False, 'shared_expert_width': 0}, marks=pytest.mark.long
+    ),
     {'num_layers': 5, 'pattern': 'FSS', 'dense_layers': 1, 'dense_width': 24},
     {'num_experts': 0, 'dense_width': 24, 'num_kv_heads': 32},
-    {'remat': 'none'},
+    pytest.param({'remat': 'none'}, marks=pytest.mark.long),
   ],
   ids=str,
 )
