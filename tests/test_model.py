@@ -186,6 +186,7 @@ def test_attention_implementations_agree(one_rank):
   assert_same(sums_of_batch(run, batch), one_rank['giant and short'])
 
 
+@pytest.mark.long
 def test_ragged_exchange_agrees(monkeypatch, one_rank):
   """The whole model on the emulated operation, experts spread by it too."""
   monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
