@@ -213,6 +213,7 @@ def test_killed_run_goes_on_from_its_last_whole_checkpoint(runs, straight):
   assert {'14', '15'} <= runs.checkpoints('killed')
 
 
+@pytest.mark.long
 def test_signals_save_and_exit(runs, straight):
   codes = {'SIGTERM': 143, 'SIGINT': 130, 'SIGINT SIGINT': 130}
   started = {names: runs.start(runs.arguments(names), (names, '4', '')) for names in codes}
