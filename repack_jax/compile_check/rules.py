@@ -284,7 +284,7 @@ def matmul_check(counted: int, model: ModelConfig, slots: int, expert_rows: int)
     slots: token slots of a rank.
     expert_rows: rows that its experts' products have room for: more than its slots' where they are spread.
   """
-  passes = flops.TRAIN_OVER_FORWARD + (model.remat == 'layer')
+  passes = flops.layer_passes(model)
   layers = flops.linear_flops_per_token(model) - flops.logits_flops_per_token(model)
   routed = sum(flops.routed_flops_per_token(model, layer) for layer in range(model.num_layers))
   own = passes * slots * (layers - routed)

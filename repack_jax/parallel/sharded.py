@@ -39,11 +39,15 @@ class Sharded:
     """Returns the same for one layer of a stack."""
     return Sharded(self.weight, 0, PartitionSpec(*self.spec[self.stacked :]))
 
+  @property
+  def axes(self) -> list[tuple[str, ...]]:
+    """Returns the mesh axes that each dimension is sharded over."""
+    return [(entry,) if isinstance(entry, str) else entry or () for entry in self.spec]
+
   def gathered(self) -> tuple[int, tuple[str, ...]] | None:
     """Returns the dimension to gather and its axes. Spread experts, sharded over `local` alone, stay so."""
-    for dimension, entry in enumerate(self.spec):
-      axes = (entry,) if isinstance(entry, str) else entry
-      if axes and NODE in axes:
+    for dimension, axes in enumerate(self.axes):
+      if NODE in axes:
         return dimension, axes
     return None
 
@@ -131,8 +135,7 @@ def reduce_gradients(grads: Tree, placed: Tree) -> Tree:
   """
 
   def reduce(grad: jax.Array, where: Sharded) -> jax.Array:
-    entries = ((entry,) if isinstance(entry, str) else entry for entry in where.spec if entry)
-    mine = {axis for axes in entries for axis in axes}
+    mine = {axis for axes in where.axes for axis in axes}
     rest = tuple(axis for axis in ALL_AXES if axis not in mine)
     return lax.psum(grad, rest)
 

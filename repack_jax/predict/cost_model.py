@@ -69,7 +69,7 @@ def model_costs(cluster: ClusterConfig, model: ModelConfig) -> Costs:
     cluster=cluster,
     wire=model.wire,
     layers=tuple(layer_costs(layer) for layer in range(model.num_layers)),
-    linear_backward=2.0 + (model.remat == 'layer'),
+    linear_backward=flops.layer_passes(model) - 1.0,
     logits_s=flops.LOGITS_PASSES * (flops.logits_flops_per_token(model) / matmul),
     table_gather_s=collective_s(table * itemsize, 0),
     table_reduce_s=collective_s(table * GRADIENT_BYTES, 0),

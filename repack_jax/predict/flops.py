@@ -22,6 +22,11 @@ def _matmul(*matrices: weights.Weight) -> int:
   return 2 * sum(matrix.size for matrix in matrices)
 
 
+def layer_passes(model: ModelConfig) -> int:
+  """Returns how often a step computes a layer's products: once more where it recomputes."""
+  return TRAIN_OVER_FORWARD + (model.remat == 'layer')
+
+
 def qkv_flops_per_token(model: ModelConfig) -> int:
   """Returns those of the query, key and value projections of one layer."""
   table = weights.attention(model)
