@@ -74,14 +74,14 @@ class LayerKind(abc.ABC):
 
   @abc.abstractmethod
   def pairs(self, length: np.ndarray | int) -> np.ndarray:
-    """Returns the query-key pairs of whole samples of these lengths, int64 [...]."""
+    """Returns the query-key pairs of whole samples of these lengths, float64 [...]: squares outgrow int64."""
 
   def wire(self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: str) -> Wire:
     """Returns what the exchanges of such a layer carry."""
     return Wire.of_attention(num_heads, num_kv_heads, head_dim, dtype)
 
   def flops(self, wire: Wire, length: np.ndarray | int) -> np.ndarray:
-    """Returns the operations of scores and weighted values of whole samples, forward pass, int64 [...]."""
+    """Returns the operations of scores and weighted values of whole samples, forward pass, float64 [...]."""
     return 4 * wire.result_heads * wire.head_dim * self.pairs(length)
 
   def describe(self) -> str:
@@ -110,8 +110,8 @@ class FullAttention(LayerKind):
     return tokens - 1
 
   def pairs(self, length: np.ndarray | int) -> np.ndarray:
-    length = np.asarray(length, np.int64)
-    return length * (length + 1) // 2
+    length = np.asarray(length, np.float64)
+    return length * (length + 1) / 2
 
 
 @dataclass(frozen=True)
@@ -141,9 +141,9 @@ class SlidingWindowAttention(LayerKind):
     return min(self.window_tokens, tokens) - 1
 
   def pairs(self, length: np.ndarray | int) -> np.ndarray:
-    length = np.asarray(length, np.int64)
+    length = np.asarray(length, np.float64)
     seen = np.minimum(length, self.window_tokens)
-    return seen * (seen + 1) // 2 + (length - seen) * seen
+    return seen * (seen + 1) / 2 + (length - seen) * seen
 
   def describe(self) -> str:
     return f'windows of {self.window_tokens:,} tokens'
@@ -180,10 +180,10 @@ class ChunkedAttention(LayerKind):
     return min(self.chunk_tokens, tokens) - 1
 
   def pairs(self, length: np.ndarray | int) -> np.ndarray:
-    length = np.asarray(length, np.int64)
+    length = np.asarray(length, np.float64)
     chunk = length.clip(1, self.chunk_tokens)
     whole, rest = np.divmod(length, chunk)
-    return whole * (chunk * (chunk + 1) // 2) + rest * (rest + 1) // 2
+    return whole * (chunk * (chunk + 1) / 2) + rest * (rest + 1) / 2
 
   def describe(self) -> str:
     return f'chunks of {self.chunk_tokens:,} tokens'

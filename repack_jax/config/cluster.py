@@ -24,14 +24,27 @@ class ClusterConfig:
     platform: `cpu` emulates the ranks on this machine, `gpu` and `tpu` use real devices,
       `auto` takes the accelerator that JAX finds and emulates where there is none.
     matmul_flops_per_s: what projections, experts and logits sustain on a rank.
-    attention_flops_per_s: what an attention core sustains, counted on query-key pairs that are not masked.
+    attention_flops_per_s: what an attention core sustains, counted on query-key pairs that are not masked; of
+      long samples, where `attention_curve` says more.
+    attention_curve: (tokens, share) pairs, tokens ascending: cores of samples of so many tokens sustain that
+      share of `attention_flops_per_s`. Between two of them it goes with the logarithm of the tokens; beyond
+      the first and the last it stays. Empty: all lengths sustain the same.
     peak_flops_per_s: the rate that MFU is counted against; 0 where unknown, and no MFU is printed.
-    intra_node_bytes_per_s: what one rank sends to the others of its node, while it receives as much.
-    inter_node_bytes_per_s: what one rank sends to other nodes, while it receives as much.
+    intra_node_bytes_per_s: what one rank sends to the others of its node in an exchange, while it receives as
+      much.
+    inter_node_bytes_per_s: what one rank sends to other nodes in an exchange, while it receives as much.
+    parameter_intra_node_bytes_per_s, parameter_inter_node_bytes_per_s: the same of collectives of parameters
+      and gradients; 0 takes the exchanges' rate.
     intra_node_latency_s, inter_node_latency_s: what a collective takes however little it moves, inside a node
       and across nodes.
+    peer_latency_s: what an exchange takes on top for each peer that it addresses, however little it gets.
+    exchange_meets: who waits for whom at either site of an exchange, and is addressed: `span`, all ranks that
+      the program's exchange spans (a node's, or the domain's), or `group`, those of the SP group alone.
     prefetch_layers: the program gathers parameters this many layers ahead of their use and reduces gradients
-      behind the backward pass, so that ranks may be as many layers apart; 0 where ranks meet at each layer.
+      behind the backward pass, so that ranks may be as many layers apart; 0 where ranks meet at each layer,
+      as they do in the training step here.
+    share_inter_node_link: an exchange between nodes and a collective of parameters that run at the same time
+      have half the link each; otherwise neither slows the other. Matters where parameters are gathered ahead.
     memory_bytes: of a rank; 0 where unknown.
     memory_bytes_per_s: of a rank; what the optimizer's update is bound by.
     wire_row_bytes: what the links pad shorter rows to, so that exchanges send whole ones: 512 on TPUs, 1
@@ -44,19 +57,25 @@ class ClusterConfig:
   platform: str = 'auto'
   matmul_flops_per_s: float = 6.9e14
   attention_flops_per_s: float = 5.9e14
+  attention_curve: tuple[tuple[float, ...], ...] = ()
   peak_flops_per_s: float = 0.0
   intra_node_bytes_per_s: float = 3.4e11
   inter_node_bytes_per_s: float = 3.4e11 / 7.0
+  parameter_intra_node_bytes_per_s: float = 0.0
+  parameter_inter_node_bytes_per_s: float = 0.0
   intra_node_latency_s: float = 15e-6
   inter_node_latency_s: float = 35e-6
-  prefetch_layers: int = 1
+  peer_latency_s: float = 0.0
+  exchange_meets: str = 'span'
+  prefetch_layers: int = 0
+  share_inter_node_link: bool = True
   memory_bytes: float = 0.0
   memory_bytes_per_s: float = 3.35e12
   wire_row_bytes: int = 1
 
   def __post_init__(self) -> None:
     check_types(self)
-    check_choice(self, platform=('auto', 'cpu', 'gpu', 'tpu'))
+    check_choice(self, platform=('auto', 'cpu', 'gpu', 'tpu'), exchange_meets=('span', 'group'))
     check_min(self, 1, 'domains')
     for name in ('nodes', 'ranks_per_node'):
       require(
@@ -81,9 +100,11 @@ class ClusterConfig:
     ):  # fmt: skip
       require(getattr(self, name) > 0, f'ClusterConfig.{name}', getattr(self, name), 'must be above 0')
     check_min(
-      self, 0, 'peak_flops_per_s', 'intra_node_latency_s', 'inter_node_latency_s', 'prefetch_layers',
-      'memory_bytes',
+      self, 0, 'peak_flops_per_s', 'intra_node_latency_s', 'inter_node_latency_s', 'peer_latency_s',
+      'prefetch_layers', 'memory_bytes', 'parameter_intra_node_bytes_per_s',
+      'parameter_inter_node_bytes_per_s',
     )  # fmt: skip
+    _check_curve(self.attention_curve)
 
   @property
   def domain_ranks(self) -> int:
@@ -92,3 +113,35 @@ class ClusterConfig:
   @property
   def num_ranks(self) -> int:
     return self.domains * self.domain_ranks
+
+  @property
+  def parameter_rates(self) -> tuple[float, float]:
+    """Returns bytes a second of a rank in collectives of parameters, inside its node and across nodes."""
+    return (
+      self.parameter_intra_node_bytes_per_s or self.intra_node_bytes_per_s,
+      self.parameter_inter_node_bytes_per_s or self.inter_node_bytes_per_s,
+    )
+
+  def exchange_ratio(self, degree: int) -> float:
+    """Returns how many times slower an all-to-all of so many ranks is than one that fills a node.
+
+    Effective rates: what a rank sends to all its peers over the time that the slower link takes.
+    """
+
+    def rate(size: int) -> float:
+      local = min(size, self.ranks_per_node)
+      slowest_s = max((local - 1) / self.intra_node_bytes_per_s, (size - local) / self.inter_node_bytes_per_s)
+      return (size - 1) / slowest_s
+
+    return rate(self.ranks_per_node) / rate(degree)
+
+
+def _check_curve(curve: tuple[tuple[float, ...], ...]) -> None:
+  """Raises ConfigError unless the pairs ascend in tokens and the shares are above 0."""
+  tokens = [pair[0] for pair in curve if len(pair) == 2]
+  require(
+    len(tokens) == len(curve) and tokens == sorted(set(tokens))
+    and all(n >= 1 and share > 0 for n, share in curve),
+    'ClusterConfig.attention_curve', curve,
+    'must be pairs of tokens, ascending from 1 on, and a share above 0: ((512, 0.6), (16384, 1.0))',
+  )  # fmt: skip

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from repack_jax.config import weights
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.config.model import ModelConfig
 from repack_jax.kinds import LayerKind
 from repack_jax.plan.wire import DTYPE_BYTES, Wire
 from repack_jax.predict import flops
-from repack_jax.predict.costs import Costs, LayerCosts, link_s
+from repack_jax.predict.costs import Costs, LayerCosts
 from repack_jax.predict.sizes import (
   GRADIENT_BYTES,
   expert_ranks,
@@ -31,9 +32,14 @@ class _AttentionSeconds:
   kind: LayerKind
   wire: Wire
   flops_per_s: float
+  curve: tuple[tuple[float, ...], ...]
 
   def __call__(self, lengths: np.ndarray) -> np.ndarray:
-    return self.kind.flops(self.wire, lengths) / self.flops_per_s
+    seconds = self.kind.flops(self.wire, lengths) / self.flops_per_s
+    if not self.curve:
+      return seconds
+    tokens, share = np.array(self.curve).T
+    return seconds / np.interp(np.log(lengths), np.log(tokens), share)
 
 
 def model_costs(cluster: ClusterConfig, model: ModelConfig) -> Costs:
@@ -41,38 +47,41 @@ def model_costs(cluster: ClusterConfig, model: ModelConfig) -> Costs:
 
   Products take their operations over `matmul_flops_per_s`, attention cores theirs over
   `attention_flops_per_s`, parameter collectives and the update their bytes over the links and the memory.
+  Each weight of a layer has a collective of its own, as in `parallel/sharded.py`.
   """
   itemsize, spread = DTYPE_BYTES[model.compute_dtype], expert_ranks(model, cluster)
   matmul = cluster.matmul_flops_per_s
 
-  def collective_s(own: float, routed: float) -> float:
-    return _collective_s(cluster, spread > 1, own, routed)
+  def collective_s(own: float, routed: float, table: weights.Table) -> float:
+    return _collective_s(cluster, spread > 1, own, routed, list(weights.leaves(table)))
 
   def layer_costs(layer: int) -> LayerCosts:
     kind = model.kind(model.layer_kinds[layer])
     own, routed = layer_parameters(model, layer)
+    table = weights.layer(model, layer)
     behind = flops.output_flops_per_token(model) + flops.own_feed_forward_flops_per_token(model, layer)
     return LayerCosts(
       layout=kind.layout,
-      attention_s=_AttentionSeconds(kind, model.wire, cluster.attention_flops_per_s),
+      attention_s=_AttentionSeconds(kind, model.wire, cluster.attention_flops_per_s, cluster.attention_curve),
       before_s=flops.qkv_flops_per_token(model) / matmul,
       after_s=behind / matmul,
       routed_s=flops.routed_flops_per_token(model, layer) / matmul,
       has_experts=model.has_experts(layer),
-      gather_s=collective_s(own * itemsize, routed * itemsize),
-      reduce_s=collective_s(own * GRADIENT_BYTES, routed * GRADIENT_BYTES),
+      gather_s=collective_s(own * itemsize, routed * itemsize, table),
+      reduce_s=collective_s(own * GRADIENT_BYTES, routed * GRADIENT_BYTES, table),
     )
 
   hidden_bytes = model.d_model * itemsize
   table, shard = table_parameters(model), total_parameters(model) / cluster.domain_ranks
+  embedding = {'embedding': weights.vocabulary(model)['embedding']}
   return Costs(
     cluster=cluster,
     wire=model.wire,
     layers=tuple(layer_costs(layer) for layer in range(model.num_layers)),
     linear_backward=flops.layer_passes(model) - 1.0,
     logits_s=flops.LOGITS_PASSES * (flops.logits_flops_per_token(model) / matmul),
-    table_gather_s=collective_s(table * itemsize, 0),
-    table_reduce_s=collective_s(table * GRADIENT_BYTES, 0),
+    table_gather_s=collective_s(table * itemsize, 0, embedding),
+    table_reduce_s=collective_s(table * GRADIENT_BYTES, 0, embedding),
     vocabulary_tables=1 if model.tie_embeddings else 2,
     expert_ranks=spread,
     expert_bytes_per_token=model.experts_per_token * hidden_bytes * (1 - 1 / spread),
@@ -83,18 +92,25 @@ def model_costs(cluster: ClusterConfig, model: ModelConfig) -> Costs:
   )
 
 
-def _collective_s(cluster: ClusterConfig, experts_spread: bool, own: float, routed: float) -> float:
+def _collective_s(
+  cluster: ClusterConfig, experts_spread: bool, own: float, routed: float, leaves: list[weights.Weight]
+) -> float:
   """Gathering (or reduce-scattering) `own` bytes over the domain and `routed` bytes of experts.
 
-  Every node takes in what the others hold, over the links of all its ranks at once; of spread experts a rank
-  takes in its own only, from the same place of the other nodes.
+  One mesh axis after the other, and a collective a weight on each: over the nodes a rank takes in its own
+  share of what the others hold, over the ranks of a node all the rest. Of spread experts it has its own then.
   """
   nodes, local = cluster.nodes, cluster.ranks_per_node
-  if cluster.domain_ranks == 1:
-    return 0.0
-  inter = (own + routed) / local * (nodes - 1) / nodes
-  intra = own * (local - 1) / local + (0 if experts_spread else routed * (local - 1) / local)
-  return float(link_s(cluster, intra, inter, nodes > 1))
+  intra_rate, inter_rate = cluster.parameter_rates
+  seconds = 0.0
+  if nodes > 1:
+    seconds += len(leaves) * cluster.inter_node_latency_s
+    seconds += (own + routed) / local * (nodes - 1) / nodes / inter_rate
+  if local > 1:
+    whole = [weight for weight in leaves if not (experts_spread and weight.of_experts)]
+    seconds += len(whole) * cluster.intra_node_latency_s
+    seconds += (own + (0 if experts_spread else routed)) * (local - 1) / local / intra_rate
+  return seconds
 
 
 def _data_reduce_s(cluster: ClusterConfig, shard_bytes: float) -> float:
@@ -103,5 +119,5 @@ def _data_reduce_s(cluster: ClusterConfig, shard_bytes: float) -> float:
   if domains == 1:
     return 0.0
   return cluster.inter_node_latency_s + (
-    2 * shard_bytes * (domains - 1) / domains / cluster.inter_node_bytes_per_s
+    2 * shard_bytes * (domains - 1) / domains / cluster.parameter_rates[1]
   )

@@ -151,13 +151,16 @@ class Costs:
       (degree - in_node) * sent / cluster.inter_node_bytes_per_s,
     )
 
-  def exchange_latency_s(self, degree: int) -> float:
-    """Returns seconds of both exchanges of a layer, however little they move."""
-    if degree == 1:
-      return 0.0
-    cluster = self.cluster
-    wide = degree > cluster.ranks_per_node
-    return 2 * (cluster.inter_node_latency_s if wide else cluster.intra_node_latency_s)
+  def site_latency_s(self, ranks: np.ndarray | int) -> np.ndarray:
+    """Returns seconds of one exchange between so many ranks, however little it moves; 0 for one alone.
+
+    Args:
+      ranks: those that it addresses (`ClusterConfig.exchange_meets`), any shape.
+    """
+    cluster, ranks = self.cluster, np.asarray(ranks)
+    wide = ranks > cluster.ranks_per_node
+    latency_s = np.where(wide, cluster.inter_node_latency_s, cluster.intra_node_latency_s)
+    return np.where(ranks > 1, latency_s + (ranks - 1) * cluster.peer_latency_s, 0.0)
 
   def cross_node_bytes(self, plan: Plan) -> int:
     """Returns bytes that the attention exchanges of all layers send between nodes, both passes, all ranks.
@@ -170,7 +173,7 @@ class Costs:
       placement = plan.placement(layout)
       peers = np.maximum(0, placement.size - plan.ranks_per_node)
       sent = placement.slots * peers * self.wire.bytes_per_peer(placement.size)
-      total += 2 * self.layers_in(layout) * int(sent.sum())
+      total += 2 * self.layers_in(layout) * sum(sent.tolist())  # which can't wrap around
     return total
 
 

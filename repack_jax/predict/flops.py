@@ -69,6 +69,6 @@ def linear_flops_per_token(model: ModelConfig) -> int:
 
 
 def sample_flops(model: ModelConfig, length: np.ndarray | int) -> np.ndarray:
-  """Returns those of the forward pass of whole samples of these lengths, int64 [...]."""
+  """Returns those of the forward pass of whole samples of these lengths, float64 [...]."""
   attention = sum(model.kind(letter).flops(model.wire, length) for letter in model.layer_kinds)
-  return np.asarray(length, np.int64) * linear_flops_per_token(model) + attention
+  return np.asarray(length, np.float64) * linear_flops_per_token(model) + attention

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.plan.plan import LAYOUTS, PARENTS, Group, Plan
+from repack_jax.plan.plan import LAYOUTS, PARENTS, Group, Plan, Program
 from repack_jax.predict.costs import Costs, LayerCosts, OfLengths, link_s
 
 
@@ -68,8 +68,10 @@ class LayoutTimes:
     slots: rows that projections and logits run on, padding included.
     tokens: of each rank while the layer runs.
     groups: that exchange.
+    meets: ranks that wait for each other at either site (`ClusterConfig.exchange_meets`).
+    crosses: whether the rank's group lies on several nodes, bool.
     cores: of each attention function of the layers in this layout.
-    dispatch_s, combine_s: the attention's exchanges; equal within a group.
+    dispatch_s, combine_s: the attention's exchanges; equal within a group, latency included.
     result_heads: that a rank of the group works on.
     routed_tokens: tokens whose experts' work is the rank's.
     expert_exchange_s: one of the experts' two exchanges; equal within a node.
@@ -81,6 +83,8 @@ class LayoutTimes:
   slots: int
   tokens: np.ndarray
   groups: Tiling
+  meets: Tiling
+  crosses: np.ndarray
   cores: dict[OfLengths, Core]
   dispatch_s: np.ndarray
   combine_s: np.ndarray
@@ -105,17 +109,20 @@ class PlanTimes:
     return self.layouts[layer.layout].cores[layer.attention_s]
 
 
-def plan_times(plan: Plan, costs: Costs, redistribute: bool = False) -> PlanTimes:
-  """Returns the times of a plan.
+def plan_times(
+  plan: Plan, costs: Costs, program: Program | None = None, redistribute: bool = False
+) -> PlanTimes:
+  """Returns the times of a plan as a program runs it; by default one made for this plan.
 
   With `redistribute`, layers in the parents' layout run in an even layout of their own instead (each rank of
   a parent holds an equal share of its stream) and a pass of hidden states leads into and out of it: what
   repacking avoids.
   """
-  layouts = {layout: _layout_times(plan, costs, layout, plan.shared_tokens) for layout in LAYOUTS}
+  program = program or plan.program(max(map(plan.widest, LAYOUTS)))
+  layouts = {layout: _layout_times(plan, costs, program, layout, plan.shared_tokens) for layout in LAYOUTS}
   assert not (redistribute and plan.solo), 'only plans of mode repack can be redistributed'
   if redistribute and plan.parents != plan.children:
-    layouts[PARENTS] = _redistributed(plan, costs)
+    layouts[PARENTS] = _redistributed(plan, costs, program)
   return PlanTimes(layouts, _nodes(plan))
 
 
@@ -144,7 +151,7 @@ def _cores(plan: Plan, costs: Costs, layout: str, group_of: np.ndarray) -> dict[
   return cores
 
 
-def _layout_times(plan: Plan, costs: Costs, layout: str, shared: np.ndarray) -> LayoutTimes:
+def _layout_times(plan: Plan, costs: Costs, program: Program, layout: str, shared: np.ndarray) -> LayoutTimes:
   """Times where the ranks hold these tokens of their groups' streams."""
   wire, groups = costs.wire, plan.groups(layout)
   tiling = Tiling.at(np.array([group.first_rank for group in groups]), plan.num_ranks)
@@ -164,17 +171,25 @@ def _layout_times(plan: Plan, costs: Costs, layout: str, shared: np.ndarray) -> 
   intra = np.maximum(sent * (local - 1), near - sent)
   inter = np.maximum(sent * (degree - local), of_group - near)
 
+  cluster, span = costs.cluster, program.span(layout)
+  meets_span = cluster.exchange_meets == 'span'
+  latency_s = costs.site_latency_s(np.full(len(degree), span) if meets_span else degree)
+
   def site_s(row_bytes: np.ndarray) -> np.ndarray:
-    seconds = link_s(costs.cluster, intra * row_bytes, inter * row_bytes, degree > local)
-    return np.where(degree > 1, tiling.max(seconds), 0.0)
+    seconds = np.maximum(
+      intra * row_bytes / cluster.intra_node_bytes_per_s, inter * row_bytes / cluster.inter_node_bytes_per_s
+    )
+    return latency_s + tiling.max(seconds)
 
   both = dispatch + combine
   held = tokens + (plan.rank_tokens - plan.shared_tokens)
   routed, expert_s, expert_bytes = _expert_times(plan, costs, held, nodes)
   return LayoutTimes(
-    slots=plan.capacity_tokens,
+    slots=program.capacity_tokens,
     tokens=held,
     groups=tiling,
+    meets=Tiling.at(np.arange(0, plan.num_ranks, span), plan.num_ranks) if meets_span else tiling,
+    crosses=degree > local,
     cores=_cores(plan, costs, layout, tiling.of),
     dispatch_s=site_s(dispatch),
     combine_s=site_s(combine),
@@ -194,11 +209,12 @@ def _expert_times(
     return tokens, np.zeros(plan.num_ranks), np.zeros(plan.num_ranks)
   share = nodes.sum(tokens) / costs.expert_ranks
   row_bytes = costs.expert_bytes_per_token
-  seconds = link_s(costs.cluster, np.maximum(tokens, share) * row_bytes, 0.0, False)
+  seconds = np.maximum(tokens, share) * row_bytes / costs.cluster.intra_node_bytes_per_s
+  seconds = seconds + costs.site_latency_s(costs.expert_ranks)
   return share, nodes.max(seconds), (tokens + share) * row_bytes
 
 
-def _redistributed(plan: Plan, costs: Costs) -> LayoutTimes:
+def _redistributed(plan: Plan, costs: Costs, program: Program) -> LayoutTimes:
   """Layers in the parents' even layout, and the pass that leads there."""
   held = plan.rank_tokens
   even = np.zeros_like(held)
@@ -206,7 +222,7 @@ def _redistributed(plan: Plan, costs: Costs) -> LayoutTimes:
     total = int(held[parent.first_rank : parent.end_rank].sum())
     edges = np.arange(parent.size + 1) * total // parent.size
     even[parent.first_rank : parent.end_rank] = np.diff(edges)
-  times = _layout_times(plan, costs, PARENTS, even)
+  times = _layout_times(plan, costs, program, PARENTS, even)
   row = costs.hidden_bytes
   move = _moved(held, even, times.groups.starts, plan.ranks_per_node, row)
   back = _moved(even, held, times.groups.starts, plan.ranks_per_node, row)
@@ -253,16 +269,19 @@ def _layer_s(times: PlanTimes, costs: Costs, layer: LayerCosts, backward: bool) 
   of, core = times.layouts[layer.layout], times.core(layer)
   linear = costs.linear_backward if backward else 1.0
   of_core = costs.attention_backward if backward else 1.0
-  attention = of.dispatch_s + of_core * core.group_s + of.combine_s
+  attention = of.dispatch_s + of_core * core.group_s
   solo = of_core * core.solo_s
+  if costs.cluster.exchange_meets == 'span':
+    attention = of.meets.max(attention + solo) + of.combine_s
+  else:
+    attention = attention + of.combine_s + solo
   experts = np.zeros(len(solo))
   if layer.has_experts:
     experts = 2 * of.expert_exchange_s + linear * of.routed_tokens * layer.routed_s
   # Projections run on all slots, so ranks reach each meeting at the same time but for the exchanges' own.
   if backward:
-    both = of.groups.max(experts) + attention + solo
+    both = of.meets.max(experts) + attention
   else:
-    attention = attention + solo
     meets = costs.expert_ranks > 1 and layer.has_experts
     both = (times.nodes.max(attention) if meets else attention) + experts
   return both + linear * of.slots * (layer.before_s + layer.after_s)

@@ -1,7 +1,8 @@
 """Plays a training step on a cluster: a clock a rank; a collective waits for the slowest of its group.
 
 Assumed: routers are even, computation and links keep their rates, a transfer between nodes and one inside
-them go on at once, and parameter collectives have a stream of their own that does not slow exchanges.
+them go on at once, and solo samples are attended to before combine. Collectives of parameters have a stream
+of their own; what of them runs beside an exchange between nodes shares its link.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from repack_jax.plan.plan import CHILDREN, PARENTS, Plan
+from repack_jax.plan.plan import CHILDREN, PARENTS, Plan, Program
 from repack_jax.predict.costs import Costs, LayerCosts
 from repack_jax.predict.flops import TRAIN_OVER_FORWARD
 from repack_jax.predict.plan_times import LayoutTimes, PlanTimes, Tiling, plan_times
@@ -87,6 +88,7 @@ def simulate(
   costs: Costs,
   plans: Sequence[Plan],
   *,
+  programs: Sequence[Program] | None = None,
   redistribute: bool = False,
   exchange_chunks: int = 1,
   spans: bool = False,
@@ -94,15 +96,17 @@ def simulate(
   """Returns an optimizer step as it is played: each plan's micro-batch forward and backward, then the update.
 
   Args:
+    programs: what runs each plan; by default one made for it.
     redistribute: layers in parents' layout run in one of their own, reached by a pass (`plan_times`).
     exchange_chunks: attention's exchanges are cut into this many chunks of heads (fewer where a rank
       has fewer) that overlap its core; the training step does not, which is 1.
     spans: also record every span of every rank, for pictures.
   """
   player = _Player(costs, exchange_chunks, spans)
-  for number, plan in enumerate(plans):
+  of_plans = programs or [None] * len(plans)
+  for number, (plan, program) in enumerate(zip(plans, of_plans, strict=True)):
     player.micro_batch = number
-    player.play(plan_times(plan, costs, redistribute))
+    player.play(plan_times(plan, costs, program, redistribute))
   player.meet_all('wait: step end')
   player.add('optimizer', np.full(player.ranks, costs.optimizer_s))
   lengths = np.array([length for plan in plans for length in plan.lengths], np.int64)
@@ -135,6 +139,11 @@ class _Parameters:
       seconds = self.to_start.pop(0)
       self.free_s = np.maximum(self.free_s, not_before_s) + seconds
       self.ahead.append((seconds, self.free_s))
+
+  def delay(self, now_s: np.ndarray, seconds: np.ndarray) -> None:
+    """Makes what still runs now, and all behind it, end so much later: [domains] each."""
+    self.ahead = [(lasts_s, np.where(end_s > now_s, end_s + seconds, end_s)) for lasts_s, end_s in self.ahead]
+    self.free_s = np.where(self.free_s > now_s, self.free_s + seconds, self.free_s)
 
 
 class _Player:
@@ -263,11 +272,18 @@ class _Player:
     of, core = times.layouts[layer.layout], times.core(layer)
     attention, exchange = ATTENTION[layer.layout], EXCHANGE[layer.layout]
     core_s = core_factor * core.group_s
-    self.meet(f'wait: {exchange}', of.groups)
+    solo_s = core_factor * core.solo_s
+    self.meet(f'wait: {exchange}', of.meets)
     if self.exchange_chunks == 1:
-      self.add(exchange, of.dispatch_s)
+      self._exchange(exchange, of, of.dispatch_s)
       self.add(attention, core_s)
-      self.add(exchange, of.combine_s)
+      if self.cluster.exchange_meets == 'span':
+        self.add(attention, solo_s)
+        self.meet(f'wait: {exchange}', of.meets)
+        self._exchange(exchange, of, of.combine_s)
+      else:
+        self._exchange(exchange, of, of.combine_s)
+        self.add(attention, solo_s)
     else:
       # A pipeline over chunks of heads whose exchanges share the link: the slower of link and core decides.
       chunks = np.minimum(self.exchange_chunks, of.result_heads)
@@ -275,8 +291,20 @@ class _Player:
       longest = np.maximum(core_s, sites_s)
       self.add(attention, core_s)
       self.add(exchange, longest + (core_s + sites_s - longest) / chunks - core_s)
-    self.add(attention, core_factor * core.solo_s)
+      self.add(attention, solo_s)
     self._count(exchange, of.attention.intra, of.attention.inter)
+
+  def _exchange(self, cause: str, of: LayoutTimes, seconds: np.ndarray) -> None:
+    """One site. Between nodes it shares the link with the collectives of parameters that run meanwhile."""
+    if self.cluster.share_inter_node_link and self.cluster.prefetch_layers and of.crosses.any():
+      domain_ranks = self.cluster.domain_ranks
+      busy_s = np.maximum(0, np.repeat(self.parameters.free_s, domain_ranks) - self.clock)
+      # Both have half the link until one of the two is done: each takes as much longer as the other runs.
+      both_s = np.where(of.crosses, np.minimum(seconds, busy_s), 0.0)
+      seconds = seconds + both_s
+      now_s = np.minimum.reduceat(self.clock, self.domain_starts)
+      self.parameters.delay(now_s, np.maximum.reduceat(both_s, self.domain_starts))
+    self.add(cause, seconds)
 
   def _experts(self, times: PlanTimes, of: LayoutTimes, per_token_s: float) -> None:
     if self.costs.expert_ranks > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from repack_jax.config import ModelConfig, RunConfig
+from repack_jax.config import ClusterConfig, ModelConfig, RunConfig
 
 _PREFIXES = ((1e15, 'P'), (1e12, 'T'), (1e9, 'G'), (1e6, 'M'), (1e3, 'k'), (1.0, ''))
 
@@ -33,14 +33,33 @@ def describe_rates(run: RunConfig) -> str:
   cluster = run.cluster
   parts = [
     f'{amount(cluster.matmul_flops_per_s, "FLOP/s")} in matrix products and '
-    f'{amount(cluster.attention_flops_per_s, "FLOP/s")} in attention cores a rank',
+    f'{amount(cluster.attention_flops_per_s, "FLOP/s")} in attention cores a rank{_curve(cluster)}',
     f'{amount(cluster.intra_node_bytes_per_s, "B/s")} inside a node and '
-    f'{amount(cluster.inter_node_bytes_per_s, "B/s")} across nodes a rank',
+    f'{amount(cluster.inter_node_bytes_per_s, "B/s")} across nodes a rank in exchanges{_ratios(cluster)}',
     f'parameters gathered {count(cluster.prefetch_layers, "layer")} ahead'
     if cluster.prefetch_layers
     else 'parameters gathered as they are needed',
+    'exchanges are meetings of all ranks that they span'
+    if cluster.exchange_meets == 'span'
+    else 'exchanges are meetings of their groups',
   ]
   return '; '.join(parts)
+
+
+def _curve(cluster: ClusterConfig) -> str:
+  if not cluster.attention_curve:
+    return ''
+  points = (f'{share:.0%} of it at {tokens:,.0f} tokens' for tokens, share in cluster.attention_curve)
+  return f' ({", ".join(points)})'
+
+
+def _ratios(cluster: ClusterConfig) -> str:
+  """How many times slower all-to-alls between nodes are than inside one, effectively."""
+  widths = [2**i for i in range(cluster.ranks_per_node.bit_length(), cluster.domain_ranks.bit_length())]
+  if not widths or cluster.ranks_per_node == 1:
+    return ''
+  ratios = ' and '.join(f'{cluster.exchange_ratio(width):.1f} at SP{width}' for width in widths)
+  return f' (an all-to-all is effectively {ratios} times slower than at SP{cluster.ranks_per_node})'
 
 
 def describe_model(model: ModelConfig) -> str:

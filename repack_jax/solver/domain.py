@@ -148,6 +148,7 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
   token_share, parents_share, children_share, step_share = (
     values / max(values.sum(), 1e-300) for values in (tokens, parents_s, children_s, step_s)
   )
+  span_meets = cluster.exchange_meets == 'span'
   expert_bytes = 4 * costs.expert_bytes_per_token * any(layer.has_experts for layer in layers)
   return Problem(
     tokens=tokens.astype(np.float64),
@@ -164,7 +165,11 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
     solo_slack=0.0,
     intra_s=peer_bytes / cluster.intra_node_bytes_per_s,
     inter_s=peer_bytes / cluster.inter_node_bytes_per_s,
-    latency_s=np.array([2 * costs.exchange_latency_s(int(degree)) for degree in degrees]),
+    latency_s=np.zeros(len(degrees)) if span_meets else 4 * costs.site_latency_s(degrees),
+    span_latency_s=4 * costs.site_latency_s(np.array([cluster.ranks_per_node, cluster.domain_ranks]))
+    if span_meets
+    else np.zeros(2),
+    span_meets=span_meets,
     own_s=costs.slot_s,
     routed_s=both * routed_s,
     routed_spread=costs.expert_ranks > 1,

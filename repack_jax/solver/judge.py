@@ -41,8 +41,9 @@ class _Seconds(NamedTuple):
 def judge(problem: Problem, layout: Layout) -> Judged:
   """Returns the predicted seconds of a layout, and what decides them.
 
-  Ranks that meet (of a parent; of a node too where it shares experts) are as slow as their slowest in each
-  layer. Those that don't are as slow as the slowest in all layers together, or in each where `all_meet`.
+  Ranks that meet (of a parent; of a node too where it shares experts, or where `span_meets`) are as slow as
+  their slowest in each layer. Those that don't are as slow as the slowest in all layers together, or in each
+  where `all_meet`, or where `span_meets` and a parent is wider than a node.
   """
   parents, children, solo = layout
   nodes = problem.ranks // problem.node_ranks
@@ -78,14 +79,24 @@ def judge(problem: Problem, layout: Layout) -> Judged:
       for n in range(problem.node_of[first], problem.node_of[first + size - 1] + 1):
         shared_s = max(shared_s, experts_s[n])
     slowest.parents[g], slowest.children[g] = parents_s + shared_s, children_s + shared_s
-  return _judged(problem, parents, slowest, shared_tokens, solo.tokens)
+  widest_child = 1
+  for c in range(children.number[0]):
+    widest_child = max(widest_child, children.size[c])
+  return _judged(problem, parents, widest_child, slowest, shared_tokens, solo.tokens)
 
 
 @compiled
 def _judged(
-  problem: Problem, parents: Groups, slowest: _Seconds, shared_tokens: np.ndarray, solo_tokens: np.ndarray
+  problem: Problem,
+  parents: Groups,
+  widest_child: int,
+  slowest: _Seconds,
+  shared_tokens: np.ndarray,
+  solo_tokens: np.ndarray,
 ) -> Judged:
   """Combines the seconds of all parents, and tokens float64 [ranks]."""
+  meet_in_node = problem.routed_spread or problem.span_meets
+  widest_parent = 1
   most_tokens, squares = 0.0, 0.0
   by_tokens, by_parents, by_children, by_both = 0, 0, 0, 0
   for r in range(problem.ranks):
@@ -98,11 +109,12 @@ def _judged(
   for g in range(parents.number[0]):
     first, size = parents.first[g], parents.size[g]
     n = problem.node_of[first]
+    widest_parent = max(widest_parent, size)
     if slowest.parents[g] > parents_s:
       parents_s, by_parents = slowest.parents[g], n
     if slowest.children[g] > children_s:
       children_s, by_children = slowest.children[g], n
-    if problem.routed_spread and first < met_until:  # another parent of the same node
+    if meet_in_node and first < met_until:  # another parent of the same node
       met_parents_s = max(met_parents_s, slowest.parents[g])
       met_children_s = max(met_children_s, slowest.children[g])
     else:
@@ -112,8 +124,11 @@ def _judged(
     both_squares += size * together_s * together_s
     if together_s > both_s:
       both_s, by_both = together_s, n
-  if problem.all_meet:
+  wide_parents, wide_children = widest_parent > problem.node_ranks, widest_child > problem.node_ranks
+  if problem.all_meet or (problem.span_meets and wide_parents):
     both_s = problem.parents_layers * parents_s + problem.children_layers * children_s
+  both_s += problem.parents_layers * problem.span_latency_s[int(wide_parents)]
+  both_s += problem.children_layers * problem.span_latency_s[int(wide_children)]
   seconds = most_tokens * problem.own_s + both_s
   if most_tokens > 0.0:
     evenness = squares / (problem.ranks * most_tokens) * problem.own_s

@@ -30,7 +30,10 @@ class Problem(NamedTuple):
     solo_slack: tokens that solo samples may exceed the capacity by, since bundles fill a rank less well than
       the samples in them will.
     intra_s, inter_s: float64 [degrees], per token and peer over either link, by log2 of the degree.
-    latency_s: float64 [degrees], of all exchanges of a layer.
+    latency_s: float64 [degrees], of all exchanges of a layer, where groups meet for themselves; else zeros.
+    span_latency_s: float64 [2], the same where all ranks of a node or of the domain meet; else zeros.
+    span_meets: whether all ranks meet that a layout's exchanges span: a node's, or the domain's where a group
+      of the layout is wider.
     own_s: per token and over all layers, what runs where the token lies.
     routed_s: per token and layer, its experts.
     routed_spread: whether the ranks of a node share the experts.
@@ -54,6 +57,8 @@ class Problem(NamedTuple):
   intra_s: np.ndarray
   inter_s: np.ndarray
   latency_s: np.ndarray
+  span_latency_s: np.ndarray
+  span_meets: bool
   own_s: float
   routed_s: float
   routed_spread: bool

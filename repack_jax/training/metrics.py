@@ -71,7 +71,7 @@ def step_record(run: RunConfig, step: StepDone) -> Record:
   record = {name: of(step) for name, of in HOST_METRICS.items()} | step.measured | {'mode': run.planner.mode}
   if run.cluster.peak_flops_per_s:
     lengths = np.array([len(sample) for sample in step.planned.batch.samples])
-    work = flops.TRAIN_OVER_FORWARD * int(flops.sample_flops(run.model, lengths).sum())
+    work = flops.TRAIN_OVER_FORWARD * float(flops.sample_flops(run.model, lengths).sum())
     record['mfu'] = work / (step.step_s * run.cluster.num_ranks * run.cluster.peak_flops_per_s)
   return record
 
