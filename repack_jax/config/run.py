@@ -19,7 +19,17 @@ from repack_jax.config.paths import path_field
 from repack_jax.documents.tokenizers import TOKENIZERS
 from repack_jax.plan.wire import Wire
 
-MODES = ('static', 'parents', 'repack', 'solve')
+# The modes of the planner, and the ways to lay out samples that each may choose from. A mode is never slower,
+# by the simulator, than one that allows fewer.
+_WAYS = {
+  'static': ('static',),
+  'parents': ('static', 'parents'),
+  'parents_solo': ('static', 'parents', 'parents_solo'),
+  'repack': ('static', 'parents', 'repack'),
+  'solve': ('static', 'parents', 'repack', 'solve', 'parents_solo', 'solve_solo'),
+}
+_SOLO_WAYS = ('parents_solo', 'solve_solo')
+MODES = tuple(_WAYS)
 STDLIB = 'stdlib'
 
 
@@ -74,8 +84,10 @@ class PlannerConfig:
 
   Attributes:
     mode: `static` (one SP degree for everything), `parents` (mixed SP degrees, the same in all layers:
-      repacking disabled), `repack` (node-local children inside those parents) or `solve` (parents chosen for
-      what their children can reach).
+      repacking disabled), `parents_solo` (these, and short samples alone on a rank), `repack` (node-local
+      children inside the parents) or `solve` (all of that, and parents chosen for what their children can
+      reach).
+    solo: whether `solve` may put short samples alone on a rank.
     capacity_tokens: token slots of a rank at most.
     capacity_step_tokens: a plan's program has as many slots a rank as its fullest rank needs, rounded up to a
       multiple of this; one program is compiled for each number. 0 always takes `capacity_tokens`.
@@ -86,6 +98,7 @@ class PlannerConfig:
   """
 
   mode: str = 'solve'
+  solo: bool = True
   capacity_tokens: int = 512
   capacity_step_tokens: int = 0
   max_sp_degree: int = 32
@@ -105,6 +118,10 @@ class PlannerConfig:
       self.static_sp_degree == 0 or is_power_of_two(self.static_sp_degree),
       'PlannerConfig.static_sp_degree', self.static_sp_degree, 'must be 0 or a power of two',
     )  # fmt: skip
+
+  def ways(self, mode: str) -> tuple[str, ...]:
+    """Returns the ways to lay out samples that a mode may choose from."""
+    return tuple(way for way in _WAYS[mode] if self.solo or mode != 'solve' or way not in _SOLO_WAYS)
 
   def smallest_degree(self, degrees: Sequence[int], longest_tokens: int) -> int:
     """Returns the smallest of these SP degrees, which ascend, whose group holds the longest sample."""

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -162,8 +161,9 @@ class Plan:
   def rank_tokens(self) -> np.ndarray:
     """Returns the tokens each rank holds, int64 [num_ranks]."""
     tokens = self.shared_tokens.copy()
+    lengths = np.array(self.lengths, np.int64)
     for group in self.solo:
-      tokens[group.first_rank] += sum(self.lengths[s] for s in group.samples)
+      tokens[group.first_rank] += lengths[list(group.samples)].sum()
     return tokens
 
   @cached_property
@@ -175,8 +175,9 @@ class Plan:
   def shared_tokens(self) -> np.ndarray:
     """Returns the tokens each rank holds of its child's stream, int64 [num_ranks], by rule 1."""
     tokens = np.zeros(self.num_ranks, np.int64)
+    lengths = np.array(self.lengths, np.int64)
     for child in self.children:
-      total = sum(self.lengths[s] for s in child.samples)
+      total = int(lengths[list(child.samples)].sum()) if child.samples else 0
       rows = -(-total // self.row_tokens)
       edges = np.minimum(np.arange(child.size + 1) * rows // child.size * self.row_tokens, total)
       tokens[child.first_rank : child.end_rank] = np.diff(edges)
@@ -196,7 +197,19 @@ class Plan:
       return self
     step_tokens = math.lcm(step_tokens, self.row_tokens)
     needed = -(-int(self.rank_slots.max()) // step_tokens) * step_tokens
-    return dataclasses.replace(self, capacity_tokens=min(self.capacity_tokens, needed))
+    return self._with(capacity_tokens=min(self.capacity_tokens, needed))
+
+  def with_mode(self, mode: str) -> Plan:
+    """Returns the plan as one of another mode."""
+    return self if mode == self.mode else self._with(mode=mode)
+
+  def _with(self, **changes: Any) -> Plan:
+    """The plan with changes that leave who holds what as it is, which need not be counted again."""
+    changed = dataclasses.replace(self, **changes)
+    for name in ('shared_tokens', 'shared_slots', 'rank_tokens', 'rank_slots'):
+      if name in vars(self):
+        vars(changed)[name] = vars(self)[name]
+    return changed
 
   def groups(self, layout: str) -> tuple[Group, ...]:
     """Returns the groups of a layout."""
@@ -251,8 +264,15 @@ class Plan:
 
   def digest(self) -> str:
     """Returns a hash of the whole plan, the same on every host and in every process."""
-    payload = json.dumps(dataclasses.astuple(self), separators=(',', ':'))
-    return hashlib.sha256(payload.encode()).hexdigest()[:16]
+    digest = hashlib.sha256(self.mode.encode())
+    numbers = (self.capacity_tokens, self.num_ranks, self.domain_ranks, self.ranks_per_node, self.row_tokens)
+    parts: list[Sequence[int]] = [numbers, self.sample_ids, self.lengths]
+    for groups in (self.parents, self.children, self.solo):
+      parts.append([n for group in groups for n in (group.first_rank, group.size, len(group.samples))])
+      parts.append([s for group in groups for s in group.samples])
+    for part in parts:
+      digest.update(np.array((len(part), *part), '<i8').tobytes())
+    return digest.hexdigest()[:16]
 
   def validate(self, wire: Wire | None = None) -> Plan:
     """Returns the plan itself; raises PlanError naming the sample or group and the rule it breaks.
@@ -360,8 +380,8 @@ def _check_solo(plan: Plan) -> None:
     if group.size != 1 or not before < group.first_rank < plan.num_ranks:
       raise PlanError(f'solo {group}: must be one rank of {plan.num_ranks}, in ascending order')
     before = group.first_rank
-  if plan.solo and plan.mode != 'solve':
-    raise PlanError(f'mode {plan.mode}: only plans of mode solve have solo samples')
+  if plan.solo and plan.mode not in ('parents_solo', 'solve'):
+    raise PlanError(f'mode {plan.mode}: only plans of modes parents_solo and solve have solo samples')
 
 
 def _check_nesting(plan: Plan) -> None:
@@ -386,5 +406,5 @@ def _check_nesting(plan: Plan) -> None:
         )
     if tuple(stream) != parent.samples:
       raise PlanError(f"parent {parent}: its stream is not its children's streams end to end")
-  if plan.mode in ('static', 'parents') and plan.parents != plan.children:
+  if plan.mode in ('static', 'parents', 'parents_solo') and plan.parents != plan.children:
     raise PlanError(f'mode {plan.mode}: children must equal parents')

@@ -139,6 +139,17 @@ class Costs:
     layers_s = sum(layer.before_s + layer.after_s for layer in self.layers)
     return (1 + self.linear_backward) * layers_s + self.logits_s
 
+  @property
+  def shown_parameters_s(self) -> float:
+    """Returns seconds of a micro-batch's collectives of parameters that nothing hides."""
+    first_and_last_s = self.table_gather_s + self.data_reduce_s
+    if self.cluster.prefetch_layers:
+      return first_and_last_s
+    tables_s = (self.vocabulary_tables - 1) * (
+      self.table_gather_s + self.table_reduce_s
+    ) + self.table_reduce_s
+    return first_and_last_s + tables_s + sum(2 * layer.gather_s + layer.reduce_s for layer in self.layers)
+
   # --- links --------------------------------------------------------------------------------------------
 
   def exchange_s(self, degree: int) -> float:

@@ -6,6 +6,9 @@ products for each of the forward's). Recomputation is not counted, as is usual f
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+
 import numpy as np
 
 from repack_jax.config import weights
@@ -58,6 +61,7 @@ def logits_flops_per_token(model: ModelConfig) -> int:
   return _matmul(weights.vocabulary(model)['embedding'])
 
 
+@functools.cache
 def linear_flops_per_token(model: ModelConfig) -> int:
   """Returns those of everything whose cost goes with the number of tokens: all layers and the logits."""
   attention = qkv_flops_per_token(model) + output_flops_per_token(model)
@@ -70,5 +74,6 @@ def linear_flops_per_token(model: ModelConfig) -> int:
 
 def sample_flops(model: ModelConfig, length: np.ndarray | int) -> np.ndarray:
   """Returns those of the forward pass of whole samples of these lengths, float64 [...]."""
-  attention = sum(model.kind(letter).flops(model.wire, length) for letter in model.layer_kinds)
+  letters = Counter(model.layer_kinds)
+  attention = sum(count * model.kind(letter).flops(model.wire, length) for letter, count in letters.items())
   return np.asarray(length, np.float64) * linear_flops_per_token(model) + attention

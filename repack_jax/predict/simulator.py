@@ -103,7 +103,7 @@ def simulate(
     spans: also record every span of every rank, for pictures.
   """
   player = _Player(costs, exchange_chunks, spans)
-  of_plans = programs or [None] * len(plans)
+  of_plans: Sequence[Program | None] = programs or [None] * len(plans)
   for number, (plan, program) in enumerate(zip(plans, of_plans, strict=True)):
     player.micro_batch = number
     player.play(plan_times(plan, costs, program, redistribute))
@@ -160,11 +160,15 @@ class _Player:
       for cause in (*EXCHANGE.values(), 'expert exchange', 'redistribution')
     }
     self.domain_starts = np.arange(0, self.ranks, self.cluster.domain_ranks)
-    self.micro_batch, self.layer, self.backward = 0, -1, False
+    self.micro_batch, self.layer, self.backward, self.alike = 0, -1, False, 1
     self._spans: list[tuple] | None = [] if spans else None
     self.parameters = _Parameters(np.zeros(self.cluster.domains))
 
   # --- the clocks ---------------------------------------------------------------------------------------
+
+  def work(self, cause: str, seconds: np.ndarray) -> None:
+    """Adds what takes so many seconds in each of the layers that are played at once."""
+    self.add(cause, seconds * self.alike)
 
   def add(self, cause: str, seconds: np.ndarray) -> None:
     """Adds so many seconds, for a cause, to the clock of every rank."""
@@ -203,34 +207,46 @@ class _Player:
 
   def play(self, times: PlanTimes) -> None:
     """Plays the forward and backward pass of one micro-batch."""
-    costs, layers = self.costs, list(enumerate(self.costs.layers))
+    costs, layers = self.costs, self._layers(times)
     own_table = costs.vocabulary_tables == 2
     self.layer, self.backward = -1, False
-    layer_gathers_s = [layer.gather_s for layer in costs.layers]
+    layer_gathers_s = [alike * layer.gather_s for _, layer, alike in layers]
     logits_gather_s = costs.table_gather_s if own_table else 0.0
     self.parameters.to_start = [*layer_gathers_s, logits_gather_s, *reversed(layer_gathers_s)]
     # The embedding is needed at once.
     self._collect(costs.table_gather_s)
     for _ in range(self.cluster.prefetch_layers):
       self.parameters.start_next(self._last_s())
-    for self.layer, layer in layers:
+    for self.layer, layer, self.alike in layers:
       self._begin()
       self._forward(times, layer)
-    self.layer = -1
+    self.layer, self.alike = -1, 1
     self._begin()
     self._linear('logits', times.layouts[CHILDREN], costs.logits_s)
     self.backward = True
     self._reduce(costs.table_reduce_s)
-    for self.layer, layer in reversed(layers):
+    for self.layer, layer, self.alike in reversed(layers):
       self._begin()
       self._backward(times, layer)
-      self._reduce(layer.reduce_s)
-    self.layer = -1
+      self._reduce(self.alike * layer.reduce_s)
+    self.layer, self.alike = -1, 1
     self._reduce(costs.table_reduce_s if own_table else 0.0)
     self._wait_for(self.parameters.free_s, costs.table_reduce_s)
     if self.cluster.domains > 1:
       self.meet_all('wait: parameters')
     self.add('parameters', np.full(self.ranks, costs.data_reduce_s))
+
+  def _layers(self, times: PlanTimes) -> list[tuple[int, LayerCosts, int]]:
+    """(its number, a layer, how many like it are played at once).
+
+    Where all ranks of a domain meet before each layer and after it, layers that are alike take as long one as
+    the other: one of them is played, and lasts as much longer.
+    """
+    layers = self.costs.layers
+    moves = any(of.move is not None for of in times.layouts.values())
+    if self.cluster.prefetch_layers or self._spans is not None or moves:
+      return [(number, layer, 1) for number, layer in enumerate(layers)]
+    return [(layers.index(layer), layer, count) for layer, count in self.costs.sorts.items()]
 
   def _forward(self, times: PlanTimes, layer: LayerCosts) -> None:
     of = times.layouts[layer.layout]
@@ -265,8 +281,8 @@ class _Player:
 
   def _linear(self, cause: str, of: LayoutTimes, per_token_s: float) -> None:
     """Work on all slots of a rank; what runs on empty ones is padding."""
-    self.add(cause, of.tokens * per_token_s)
-    self.add('padding', (of.slots - of.tokens) * per_token_s)
+    self.work(cause, of.tokens * per_token_s)
+    self.work('padding', (of.slots - of.tokens) * per_token_s)
 
   def _attention(self, times: PlanTimes, layer: LayerCosts, core_factor: float) -> None:
     of, core = times.layouts[layer.layout], times.core(layer)
@@ -276,22 +292,22 @@ class _Player:
     self.meet(f'wait: {exchange}', of.meets)
     if self.exchange_chunks == 1:
       self._exchange(exchange, of, of.dispatch_s)
-      self.add(attention, core_s)
+      self.work(attention, core_s)
       if self.cluster.exchange_meets == 'span':
-        self.add(attention, solo_s)
+        self.work(attention, solo_s)
         self.meet(f'wait: {exchange}', of.meets)
         self._exchange(exchange, of, of.combine_s)
       else:
         self._exchange(exchange, of, of.combine_s)
-        self.add(attention, solo_s)
+        self.work(attention, solo_s)
     else:
       # A pipeline over chunks of heads whose exchanges share the link: the slower of link and core decides.
       chunks = np.minimum(self.exchange_chunks, of.result_heads)
       sites_s = of.dispatch_s + of.combine_s
       longest = np.maximum(core_s, sites_s)
-      self.add(attention, core_s)
-      self.add(exchange, longest + (core_s + sites_s - longest) / chunks - core_s)
-      self.add(attention, solo_s)
+      self.work(attention, core_s)
+      self.work(exchange, longest + (core_s + sites_s - longest) / chunks - core_s)
+      self.work(attention, solo_s)
     self._count(exchange, of.attention.intra, of.attention.inter)
 
   def _exchange(self, cause: str, of: LayoutTimes, seconds: np.ndarray) -> None:
@@ -304,26 +320,26 @@ class _Player:
       seconds = seconds + both_s
       now_s = np.minimum.reduceat(self.clock, self.domain_starts)
       self.parameters.delay(now_s, np.maximum.reduceat(both_s, self.domain_starts))
-    self.add(cause, seconds)
+    self.work(cause, seconds)
 
   def _experts(self, times: PlanTimes, of: LayoutTimes, per_token_s: float) -> None:
     if self.costs.expert_ranks > 1:
       self.meet('wait: experts', times.nodes)
-    self.add('expert exchange', of.expert_exchange_s)
-    self.add('experts', of.routed_tokens * per_token_s)
-    self.add('expert exchange', of.expert_exchange_s)
+    self.work('expert exchange', of.expert_exchange_s)
+    self.work('experts', of.routed_tokens * per_token_s)
+    self.work('expert exchange', of.expert_exchange_s)
     self._count('expert exchange', of.experts.intra, of.experts.inter)
 
   def _move(self, of: LayoutTimes) -> None:
     if of.move_s is None or of.move is None:
       return
     self.meet('wait: redistribution', of.groups)
-    self.add('redistribution', of.move_s)
+    self.work('redistribution', of.move_s)
     self._count('redistribution', of.move.intra, of.move.inter)
 
   def _count(self, cause: str, intra: np.ndarray, inter: np.ndarray) -> None:
     for total, sent in zip(self.sent[cause], (intra, inter), strict=True):
-      total += sent
+      total += sent * self.alike
 
   # --- parameters ---------------------------------------------------------------------------------------
 

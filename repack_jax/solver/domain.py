@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
+from repack_jax.config.run import PlannerConfig
 from repack_jax.plan.plan import CHILDREN, PARENTS, Group
 from repack_jax.predict.costs import Costs
 from repack_jax.solver.improve import improve
@@ -16,73 +19,83 @@ from repack_jax.solver.search import FEW_SAMPLES, Options, search
 # Effort. Short samples are searched in bundles of a rank's mean tokens over _BUNDLES (over _SMALL_BUNDLES
 # where there is little room) and placed one by one only in the end, with at most so many layouts judged: more
 # where there are few samples.
-_BUNDLES, _SMALL_BUNDLES = 8, 32
+_BUNDLES, _SMALL_BUNDLES = 16, 32
 _MOST_SINGLE = 64
 _MANY_LAYOUTS, _FEW_LAYOUTS = 20_000, 300
 
 
 @dataclass(frozen=True)
 class Layouts:
-  """Parents, children and solo groups of a domain, ranks counted from its first, samples as in the batch."""
+  """Parents, children and solo groups of a domain, ranks counted from its first, samples as in the batch.
+
+  Attributes:
+    judged_s: the seconds that it is judged to take.
+  """
 
   parents: list[Group]
   children: list[Group]
   solo: list[Group]
+  judged_s: float
+
+
+class _Found(NamedTuple):
+  """A layout, and its judged seconds."""
+
+  layout: Layout
+  seconds: float
 
 
 class Domain:
-  """The samples of one domain in one micro-batch, and its layouts in each mode.
+  """The samples of one domain in one micro-batch, and its layouts in each way (`PlannerConfig.ways`).
 
   Args:
     samples: int64 [n], their numbers in the batch, longest first.
     lengths: int64, of the whole batch.
-    widest: the widest SP degree allowed.
     row_tokens: a rank's share of a child is rounded up to a multiple of this (`Plan.row_tokens`).
   """
 
   def __init__(
-    self,
-    samples: np.ndarray,
-    lengths: np.ndarray,
-    widest: int,
-    capacity_tokens: int,
-    row_tokens: int,
-    costs: Costs,
+    self, samples: np.ndarray, lengths: np.ndarray, row_tokens: int, costs: Costs, config: PlannerConfig
   ):
-    self.samples, self._widest, self._row_tokens = samples, widest, row_tokens
-    self._problem = _problem(lengths[samples], capacity_tokens, costs)
+    self.samples, self._row_tokens = samples, row_tokens
+    degrees = costs.degrees(config)
+    self._widest = degrees[-1]
+    self._static_degree = config.static_sp_degree or config.smallest_degree(degrees, int(lengths.max()))
+    self._problem = _problem(lengths[samples], config.capacity_tokens, costs)
 
-  def static(self, degree: int) -> Layouts | None:
-    """Returns groups of one degree for everything; None where the samples don't fit."""
-    degrees = np.full(len(self.samples), degree)
+  def layouts(self, ways: Iterable[str]) -> dict[str, Layouts]:
+    """Returns the best layouts that were found in each of these ways; without those in which nothing fits."""
+    parents: _Found | None = None
+    found: dict[str, _Found | None] = {}
+    for way in ways:
+      if way == 'static':
+        found[way] = self._static()
+      elif way == 'parents':
+        found[way] = parents = self._search(self._problem, repack=False)
+      elif way == 'repack':
+        if parents:  # a parent can always be its own child
+          found[way] = self._search(self._problem, repack=True, given=parents.layout.parents)
+      elif way == 'parents_solo':
+        found[way] = self._with_solo(repack=False)
+      elif way == 'solve':
+        found[way] = self._search(self._problem, repack=True)
+      else:
+        assert way == 'solve_solo', f'{way}: no such way'
+        found[way] = self._with_solo(repack=True)
+    return {way: self._layouts(of) for way, of in found.items() if of}
+
+  def _static(self) -> _Found | None:
+    degrees = np.full(len(self.samples), self._static_degree)
     no_parents = empty_groups(self._problem.ranks, len(self.samples))
     seconds, layout = lay_out(self._problem, False, True, Degrees(degrees, degrees), no_parents)
-    return self._layouts(layout) if seconds < np.inf else None
+    return _Found(layout, seconds) if seconds < np.inf else None
 
-  def parents(self) -> Groups | None:
-    """Returns the best groups of mixed degrees with all layers alike; None where the samples don't fit."""
-    found = self._search(self._problem, repack=False)
-    return found and found.children
-
-  def disabled(self, parents: Groups) -> Layouts:
-    """Returns layouts in which every layer runs as the parents do."""
-    groups = self._groups(parents.of, parents)
-    return Layouts(groups, groups, [])
-
-  def repack(self, parents: Groups) -> Layouts:
-    """Returns the best children inside given parents."""
-    found = self._search(self._problem, repack=True, given=parents)
-    assert found is not None, 'a parent can always be its own child'
-    return self._layouts(found)
-
-  def solve(self) -> Layouts | None:
-    """Returns the best layouts: solo samples, and for the rest parents chosen for their children."""
+  def _with_solo(self, repack: bool) -> _Found | None:
     # The search counts tokens; rounding up a rank's share leaves that much less room for its solo samples.
     problem = self._problem._replace(capacity=self._problem.capacity - (self._row_tokens - 1))
     if self._problem.tokens.max(initial=0) > self._widest * problem.capacity:
       return None
-    found = self._search(problem, repack=True, use_solo=True)
-    return found and self._layouts(found)
+    return self._search(problem, repack, use_solo=True)
 
   def _search(
     self,
@@ -90,7 +103,7 @@ class Domain:
     repack: bool,
     use_solo: bool = False,
     given: Groups | None = None,
-  ) -> Layout | None:
+  ) -> _Found | None:
     """Searches over bundles, places every sample by the degrees found, then moves single samples."""
     bundle_of, few = _bundled(problem, None if given is None else given.of)
     few_parents = empty_groups(few.ranks, len(few.tokens))
@@ -108,15 +121,15 @@ class Domain:
     else:
       return None
     budget = _MANY_LAYOUTS if len(self.samples) <= FEW_SAMPLES else _FEW_LAYOUTS
-    improve(problem, given is not None, budget, layout)
-    return layout
+    return _Found(layout, improve(problem, given is not None, budget, layout))
 
-  def _layouts(self, layout: Layout) -> Layouts:
+  def _layouts(self, found: _Found) -> Layouts:
+    layout = found.layout
     parents, children = (self._groups(found.of, found) for found in (layout.parents, layout.children))
     ranks = self._problem.ranks
     alone = self._members(layout.solo.of, ranks)
     solo = [Group(rank, 1, samples) for rank, samples in enumerate(alone) if samples]
-    return Layouts(parents, children, solo)
+    return Layouts(parents, children, solo, found.seconds)
 
   def _groups(self, of: np.ndarray, found: Groups) -> list[Group]:
     count = int(found.number[0])

@@ -42,8 +42,9 @@ def exact(
     limit_s: wall-clock seconds of the search.
 
   Raises:
-    ValueError: for several domains, another mode, rows of several tokens, no samples, or samples that do not
-      fit one micro-batch, or were not made to within the limit; SampleTooLong and PlanError as `solve`.
+    ValueError: for several domains, another mode, rows of several tokens, exchanges that meet in their whole
+      span, no samples, or samples that do not fit one micro-batch, or were not made to within the limit;
+      SampleTooLong and PlanError as `solve`.
   """
   lengths = np.asarray(lengths, np.int64)
   if costs.cluster.domains != 1:
@@ -54,6 +55,10 @@ def exact(
   if costs.wire.row_tokens(costs.degrees(config)[-1], row_bytes) > 1:
     raise ValueError(
       f'ClusterConfig.wire_row_bytes = {row_bytes}: exact plans are of rows of one token; set 1'
+    )
+  if costs.cluster.exchange_meets != 'group':
+    raise ValueError(
+      "ClusterConfig.exchange_meets: exact plans are of exchanges that meet in groups: 'group'"
     )
   if not len(lengths):
     raise ValueError('no samples: an empty batch has no plan')

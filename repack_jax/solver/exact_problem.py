@@ -238,7 +238,7 @@ class PlanProblem:
     of_block = {}
     for b in self.blocks:
       core = [self._units(seconds / b.size) for seconds in core_s]
-      latency = self._units(self.costs.exchange_latency_s(b.size)) * groups.chosen[b]
+      latency = self._units(2 * float(self.costs.site_latency_s(b.size))) * groups.chosen[b]
       members = [groups.member[s, b] for s in self.samples]
       of_block[b] = cp_model.LinearExpr.weighted_sum(members, core) + exchange[b] + latency
     alone = [

@@ -6,7 +6,16 @@ import numpy as np
 
 from repack_jax.solver.compiled import compiled
 from repack_jax.solver.judge import even_exchange_s, judge, uneven_exchange_s
-from repack_jax.solver.problem import Degrees, Groups, Layout, Problem, Solo, empty_groups, no_solo
+from repack_jax.solver.problem import (
+  Degrees,
+  Groups,
+  Layout,
+  Problem,
+  Solo,
+  empty_groups,
+  log2,
+  no_solo,
+)
 
 
 @compiled
@@ -27,8 +36,8 @@ def lay_out(
   if given.number[0] == 0:
     parents = empty_groups(problem.ranks, len(problem.tokens))
     loads = problem.step_loads if by_step else problem.layer_loads
-    everything = np.ones(len(problem.tokens), np.bool_)
-    if not _place(problem, loads, degrees.parents, everything, problem.ranks, problem.parents_s, parents):
+    widest_first = _widest_first(degrees.parents, np.arange(len(problem.tokens)), problem.ranks)
+    if not _place(problem, loads, degrees.parents, widest_first, problem.ranks, problem.parents_s, parents):
       return np.inf, Layout(parents, given, no_solo(problem.ranks, len(problem.tokens)))
   wide = np.full(parents.number[0], not repack)
   best, layout = _lay_out_inside(problem, degrees, parents, wide)
@@ -64,18 +73,19 @@ def _place(
   problem: Problem,
   loads: np.ndarray,
   degree: np.ndarray,
-  inside: np.ndarray,
+  widest_first: np.ndarray,
   ranks: int,
   work_s: np.ndarray,
   groups: Groups,
 ) -> bool:
-  """Appends groups that tile the next `ranks` ranks and hold the samples with `inside`.
+  """Appends groups that tile the next `ranks` ranks and hold these samples.
 
-  Widest first, then longest: into the group that stays least loaded, or a new one where that is no worse.
+  One after the other: into the group that stays least loaded, or a new one where that is no worse.
 
   Args:
     loads: float64 [samples, 2], what to balance; a group is as loaded as the worse of the two.
-    degree: int64 [samples], the size of group that a sample needs at least; 0 leaves it out.
+    degree: int64 [samples], the size of group that a sample needs at least.
+    widest_first: int64 [n], the samples in the order in which they are placed (`_widest_first`).
     work_s: float64 [samples], what the groups' `work_s` adds up.
 
   Returns False where a sample finds no room; what was appended is then of no use.
@@ -83,30 +93,47 @@ def _place(
   tokens, capacity = problem.tokens, problem.capacity
   begin, free = groups.number[0], ranks
   held = np.zeros((ranks, 2))
-  p = ranks
-  while p >= 1:
-    for s in range(len(tokens)):
-      if not inside[s] or degree[s] != p:
-        continue
-      best, best_load = -1, np.inf
-      for g in range(begin, groups.number[0]):
-        if groups.tokens[g] + tokens[s] <= groups.size[g] * capacity:
-          i = g - begin
-          load = max(held[i, 0] + loads[s, 0], held[i, 1] + loads[s, 1]) / groups.size[g]
-          if load < best_load:
-            best, best_load = g, load
-      if p <= free and tokens[s] <= p * capacity and max(loads[s, 0], loads[s, 1]) / p <= best_load:
-        best = _append(groups, p)
-        free -= p
-      if best < 0:
-        return False
-      held[best - begin, 0] += loads[s, 0]
-      held[best - begin, 1] += loads[s, 1]
-      _put(problem, work_s, s, groups, best)
-    p >>= 1
+  for s in widest_first:
+    p, length, load0, load1 = min(degree[s], ranks), tokens[s], loads[s, 0], loads[s, 1]
+    best, best_load = -1, np.inf
+    for g in range(begin, groups.number[0]):
+      if groups.tokens[g] + length <= groups.size[g] * capacity:
+        i = g - begin
+        load = max(held[i, 0] + load0, held[i, 1] + load1) / groups.size[g]
+        if load < best_load:
+          best, best_load = g, load
+    if p <= free and length <= p * capacity and max(load0, load1) / p <= best_load:
+      best = _append(groups, p)
+      free -= p
+    if best < 0:
+      return False
+    held[best - begin, 0] += load0
+    held[best - begin, 1] += load1
+    _put(problem, work_s, s, groups, best)
   for _ in range(free):
     _append(groups, 1)
   return True
+
+
+@compiled
+def _widest_first(degree: np.ndarray, samples: np.ndarray, widest: int) -> np.ndarray:
+  """Returns these samples, those of the widest degree first, else in their order; without those of degree 0.
+
+  Args:
+    degree: int64 [samples of the problem], powers of two; `widest` stands for wider ones too.
+  """
+  begins = np.zeros(log2(widest) + 3, np.int64)
+  for s in samples:
+    if degree[s] > 0:
+      begins[log2(widest) - log2(min(degree[s], widest)) + 1] += 1
+  begins = np.cumsum(begins)
+  ordered = np.empty(begins[-1], np.int64)
+  for s in samples:
+    if degree[s] > 0:
+      place = log2(widest) - log2(min(degree[s], widest))
+      ordered[begins[place]] = s
+      begins[place] += 1
+  return ordered
 
 
 @compiled
@@ -133,40 +160,48 @@ def _make_children(problem: Problem, parents: Groups, degree: np.ndarray, wide: 
   Those with `wide` set, and those whose samples fit no other way, are their own only child.
   """
   children = empty_groups(problem.ranks, len(problem.tokens))
+  begins = np.zeros(parents.number[0] + 2, np.int64)  # of each parent in `by_parent`, those of none first
+  for g in parents.of:
+    begins[g + 2] += 1
+  begins = np.cumsum(begins)
+  place = begins.copy()
+  by_parent = np.empty(len(problem.tokens), np.int64)
+  for s in range(len(problem.tokens)):
+    by_parent[place[parents.of[s] + 1]] = s
+    place[parents.of[s] + 1] += 1
   for g in range(parents.number[0]):
-    begin = children.number[0]
-    if wide[g] or not _append_narrow(problem, parents, g, degree, children):
+    begin, size = children.number[0], parents.size[g]
+    samples = by_parent[begins[g + 1] : place[g + 1]]
+    if wide[g] or size == 1 or not _append_narrow(problem, samples, size, degree, children):
       children.number[0] = begin
-      _append(children, parents.size[g])
-      for s in range(len(problem.tokens)):
-        if parents.of[s] == g:
-          _put(problem, problem.children_s, s, children, begin)
+      _append(children, size)
+      for s in samples:
+        _put(problem, problem.children_s, s, children, begin)
   return children
 
 
 @compiled
-def _append_narrow(problem: Problem, parents: Groups, g: int, degree: np.ndarray, children: Groups) -> bool:
-  """Appends the children of parent g inside nodes, by the samples' degrees; False where they don't fit."""
-  samples = len(problem.tokens)
-  block = min(parents.size[g], problem.node_ranks)
-  blocks = parents.size[g] // block
+def _append_narrow(
+  problem: Problem, samples: np.ndarray, size: int, degree: np.ndarray, children: Groups
+) -> bool:
+  """Appends a parent's children inside nodes, by its samples' degrees; False where they don't fit."""
+  block = min(size, problem.node_ranks)
+  blocks = size // block
   held = np.zeros(blocks)
-  block_of = np.full(samples, -1, np.int64)
-  for s in range(samples):
-    if parents.of[s] != g:  # of another parent, or solo
-      continue
-    best = -1
+  block_of = np.empty(len(samples), np.int64)
+  for i in range(len(samples)):
+    s, best = samples[i], -1
     for b in range(blocks):
       fits = held[b] + problem.tokens[s] <= block * problem.capacity
       if fits and (best < 0 or held[b] < held[best]):
         best = b
     if best < 0:
       return False
-    block_of[s] = best
+    block_of[i] = best
     held[best] += problem.tokens[s]
-  loads, limited = problem.children_loads, np.minimum(degree, block)
   for b in range(blocks):
-    if not _place(problem, loads, limited, block_of == b, block, problem.children_s, children):
+    ordered = _widest_first(degree, samples[block_of == b], block)
+    if not _place(problem, problem.children_loads, degree, ordered, block, problem.children_s, children):
       return False
   return True
 

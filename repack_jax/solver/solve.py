@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,10 +14,13 @@ from repack_jax.config.run import PlannerConfig
 from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan, PlanError
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import Simulated, simulate
-from repack_jax.solver.bins import fill_bins
+from repack_jax.solver.bins import compositions, micro_batches, spread
+from repack_jax.solver.bounds import lower_bound_s
 from repack_jax.solver.domain import Domain, Layouts
 
 BASELINE = 'parents'  # the mode that is the same system with repacking disabled
+# One micro-batch more than the capacity asks for is tried where there are at most so many samples a rank.
+_FEW_A_RANK = 2
 
 
 class SampleTooLong(ValueError):
@@ -29,7 +34,7 @@ class Solution:
   Attributes:
     plans: one a micro-batch; every sample is in exactly one.
     simulated: the step that they make.
-    baseline_plans, baseline_simulated: the same of mode `parents`.
+    baseline_plans, baseline_simulated: the same of mode `parents`, with micro-batches of its own.
   """
 
   plans: tuple[Plan, ...]
@@ -39,10 +44,10 @@ class Solution:
 
 
 def solve(lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConfig) -> Solution:
-  """Returns the plans of a batch, as few micro-batches as are found to hold it; no plans for an empty one.
+  """Returns the plans of a batch: by the simulator the fastest that were found; none for an empty one.
 
-  By the simulator, no plan of mode `repack` or `solve` is slower than that of the same samples in mode
-  `parents`.
+  No mode is slower, by the simulator, than one whose layouts it allows too: `parents_solo` and `repack` than
+  `parents`, and `solve` than all others, but `parents_solo` where `config.solo` is off, and `static`.
 
   Args:
     lengths: tokens of each sample of the batch, at least 1.
@@ -55,18 +60,18 @@ def solve(lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConf
   """
   lengths = np.asarray(lengths, np.int64)
   _check_lengths(lengths, costs.degrees(config)[-1], config.capacity_tokens)
-  batch = _Batch(lengths, costs, config)
-  plans, baseline = batch.solve()
-  if config.mode not in ('repack', 'solve'):
-    baseline = plans
-  if config.mode == 'static':
+  step, baseline = _Batch(lengths, costs, config).solve()
+  if config.mode == 'static':  # the baseline may choose others too
     baseline, _ = _Batch(lengths, costs, dataclasses.replace(config, mode=BASELINE)).solve()
-  simulated, baseline_simulated = batch.simulated(plans), batch.simulated(baseline)
-  # What was a candidate of the mode is planned as the mode `parents` plans it.
-  baseline = [dataclasses.replace(plan, mode=BASELINE) for plan in baseline]
+
+  def made(step: _Step, mode: str) -> tuple[tuple[Plan, ...], Simulated]:
+    plans = tuple(found.plan.with_mode(mode) for found in step)
+    return plans, step[0].simulated if len(step) == 1 else simulate(costs, plans)
+
+  plans, simulated = made(step, config.mode)
   for plan in plans:
     plan.validate(costs.wire)
-  return Solution(tuple(plans), simulated, tuple(baseline), baseline_simulated)
+  return Solution(plans, simulated, *made(baseline, BASELINE))
 
 
 def _check_lengths(lengths: np.ndarray, widest: int, capacity_tokens: int) -> None:
@@ -83,13 +88,27 @@ def _check_lengths(lengths: np.ndarray, widest: int, capacity_tokens: int) -> No
     )
 
 
+@dataclass(frozen=True)
+class _Candidate:
+  """A plan of a micro-batch, and the step that it would make alone."""
+
+  plan: Plan
+  simulated: Simulated
+
+
+_Step = list[_Candidate]  # one a micro-batch
+
+
+def _step_s(step: _Step) -> float:
+  return sum(candidate.simulated.step_s for candidate in step)
+
+
 class _Batch:
-  """The samples of a step, and their plans for a number of micro-batches."""
+  """The samples of a step, and their plans in the config's mode and with repacking disabled."""
 
   def __init__(self, lengths: np.ndarray, costs: Costs, config: PlannerConfig):
     self.lengths, self.costs, self.cluster, self.config = lengths, costs, costs.cluster, config
-    self.degrees = costs.degrees(config)
-    self.row_tokens = costs.wire.row_tokens(self.degrees[-1], costs.cluster.wire_row_bytes)
+    self.row_tokens = costs.wire.row_tokens(costs.degrees(config)[-1], costs.cluster.wire_row_bytes)
     if config.capacity_tokens % self.row_tokens:
       raise PlanError(
         f'a capacity of {config.capacity_tokens} is not a multiple of {self.row_tokens} tokens, which fill a '
@@ -97,88 +116,89 @@ class _Batch:
         'PlannerConfig.capacity_tokens'
       )
     self.longest_first = np.argsort(-lengths, kind='stable')
-    self._simulated: dict[tuple[int, ...], tuple[tuple[Plan, ...], Simulated]] = {}
+    self.work_s = costs.attention_s(lengths, PARENTS if costs.layers_in(PARENTS) else CHILDREN)
+    self.modes = (config.mode, 'static' if config.mode == 'static' else BASELINE)
 
-  def solve(self) -> tuple[list[Plan], list[Plan]]:
-    """Returns the plans of the mode, and those of the same micro-batches with repacking disabled, if any."""
-    if not len(self.lengths):
+  def solve(self) -> tuple[_Step, _Step]:
+    """Returns the fastest step of the mode, and the fastest with repacking disabled."""
+    samples = len(self.lengths)
+    if not samples:
       return [], []
     room = self.cluster.num_ranks * self.config.capacity_tokens
-    num_plans = max(1, -(-int(self.lengths.sum()) // room))
-    while (found := self.plans(num_plans)) is None:
-      num_plans += 1
-      assert num_plans <= len(self.lengths), 'a sample that has a micro-batch for itself fits'
-    plans, baseline = zip(*found, strict=True)
-    return list(plans), [plan for plan in baseline if plan is not None]
+    count = max(1, -(-int(self.lengths.sum()) // room))
+    of_mode, baselines = self._steps(count)
+    while not baselines:
+      count += 1
+      assert count <= samples, 'a sample that has a micro-batch for itself fits'
+      of_mode, baselines = map(list.__add__, (of_mode, baselines), self._steps(count))
+    # Where few samples fill the ranks unevenly, one micro-batch more may be faster. Whether it is tried
+    # depends on the batch and the baseline alone, so that no mode misses what another one finds.
+    few = count < samples <= _FEW_A_RANK * self.cluster.num_ranks * count
+    if few and self._least_s(count + 1) < min(map(_step_s, baselines)):
+      of_mode, baselines = map(list.__add__, (of_mode, baselines), self._steps(count + 1))
+    return min(of_mode, key=_step_s), min(baselines, key=_step_s)
 
-  def simulated(self, plans: Iterable[Plan]) -> Simulated:
-    """Returns the step of these plans, played once."""
-    plans = tuple(plans)
-    key = tuple(map(id, plans))  # the plans are kept beside the result, so ids stay theirs
-    if key not in self._simulated:
-      self._simulated[key] = plans, simulate(self.costs, plans)
-    return self._simulated[key][1]
+  def _least_s(self, count: int) -> float:
+    """Seconds below which no plans in so many micro-batches can be, the update aside."""
+    costs, config = self.costs, self.config
+    seconds = lower_bound_s(self.lengths, costs, config) + count * costs.shown_parameters_s
+    if not config.capacity_step_tokens:  # all slots are worked on
+      mean_tokens = float(self.lengths.sum()) / self.cluster.num_ranks
+      seconds += (count * config.capacity_tokens - mean_tokens) * costs.slot_s
+    return seconds
 
-  def plans(self, num_plans: int) -> list[tuple[Plan, Plan | None]] | None:
-    """Returns (plan, plan with repacking disabled) of each micro-batch; None where samples don't fit."""
-    domains = self.cluster.domains
-    sorted_lengths = self.lengths[self.longest_first]
-    tokens = sorted_lengths.astype(np.float64)
-    work_s = self.costs.attention_s(sorted_lengths, PARENTS if self.costs.layers_in(PARENTS) else CHILDREN)
-    bins = num_plans * domains
-    room = self.cluster.domain_ranks * self.config.capacity_tokens
-    # Attention that costs nothing decides nothing; 0 / 0 would find no bin.
-    mean_s = max(float(work_s.sum()), 1e-300) / bins
-    bin_of = fill_bins(tokens, work_s, bins, float(room), tokens.sum() / bins, mean_s)
-    if not len(bin_of):
-      return None
-    by_bin = np.split(
-      self.longest_first[np.argsort(bin_of, kind='stable')],
-      np.cumsum(np.bincount(bin_of, minlength=bins))[:-1],
-    )
-    plans = []
-    for first in range(0, bins, domains):
-      found = self._plan([self._domain(samples) for samples in by_bin[first : first + domains]])
-      if found is None:
-        return None
-      plans.append(found)
-    return plans
+  def _steps(self, count: int) -> tuple[list[_Step], list[_Step]]:
+    """The steps of so many micro-batches in which all samples fit: of the mode, and of the baseline."""
+    of_mode: list[_Step] = []
+    baselines: list[_Step] = []
+    samples = self.longest_first
+    room = self.cluster.num_ranks * self.config.capacity_tokens
+    for composition in compositions(count):
+      parts = micro_batches(self.lengths[samples], self.work_s[samples], count, room, composition)
+      planned = [self._plan(samples[part]) for part in parts or ()]
+      for steps, found in zip((of_mode, baselines), zip(*planned, strict=True), strict=False):
+        step = [candidate for candidate in found if candidate]
+        if len(step) == len(found):
+          steps.append(step)
+    return of_mode, baselines
 
-  def _domain(self, samples: np.ndarray) -> Domain:
-    capacity, row = self.config.capacity_tokens, self.row_tokens
-    return Domain(samples, self.lengths, self.degrees[-1], capacity, row, self.costs)
+  def _plan(self, samples: np.ndarray) -> tuple[_Candidate | None, ...]:
+    """A micro-batch's fastest plan by simulation, in the mode and in the baseline's; None: it doesn't fit.
 
-  def _plan(self, domains: list[Domain]) -> tuple[Plan, Plan | None] | None:
-    """The plan of a micro-batch in the config's mode: the fastest by prediction of those it allows.
-
-    And the one with repacking disabled.
+    Args:
+      samples: int64 [n], longest first.
     """
-    mode, config = self.config.mode, self.config
-    if mode == 'static':
-      longest = int(self.lengths.max())
-      degree = config.static_sp_degree or config.smallest_degree(self.degrees, longest)
-      plan = self._built(domains, [domain.static(degree) for domain in domains])
-      return None if plan is None else (plan, None)
-    pairs = [(domain, found) for domain in domains if (found := domain.parents()) is not None]
-    if len(pairs) < len(domains):
-      return None
-    disabled = self._built(domains, [domain.disabled(found) for domain, found in pairs])
-    if disabled is None:
-      return None
-    candidates: list[Plan | None] = [disabled]
-    if mode == 'repack':
-      candidates.append(self._built(domains, [domain.repack(found) for domain, found in pairs]))
-    if mode == 'solve':
-      candidates.append(self._built(domains, [domain.solve() for domain in domains]))
-    plans = [plan for plan in candidates if plan is not None]
-    if len(plans) == 1:
-      return disabled, disabled
-    return min(plans, key=lambda plan: self.simulated([plan]).step_s), disabled
+    room = self.cluster.domain_ranks * self.config.capacity_tokens
+    parts = spread(self.lengths[samples], self.work_s[samples], self.cluster.domains, room)
+    if parts is None:
+      return None, None
+    domains = [
+      Domain(samples[part], self.lengths, self.row_tokens, self.costs, self.config) for part in parts
+    ]
+    allowed = [self.config.ways(mode) for mode in self.modes]
+    wanted = list(dict.fromkeys(way for ways in allowed for way in ways))
+    found = _in_threads(lambda domain: domain.layouts(wanted), domains)
+    played: dict[tuple[str, ...], _Candidate] = {}
 
-  def _built(self, domains: list[Domain], layouts: Sequence[Layouts | None]) -> Plan | None:
-    """A plan from each domain's layouts; None where one has none."""
-    if any(found is None for found in layouts):
-      return None
+    def candidates(ways: Sequence[str]) -> Iterator[_Candidate]:
+      """Yields what fits: all domains in one way, and each in the one that is judged fastest for it."""
+      fitting = [[way for way in ways if way in of] for of in found]
+      choices = [(way,) * len(found) for way in ways if all(way in of for of in fitting)]
+      if all(fitting):
+        choices.append(tuple(min(of, key=lambda way: layouts[way].judged_s)
+                             for of, layouts in zip(fitting, found, strict=True)))  # fmt: skip
+      for choice in choices:
+        if choice not in played:
+          plan = self._built(domains, [of[way] for of, way in zip(found, choice, strict=True)])
+          played[choice] = _Candidate(plan, simulate(self.costs, [plan]))
+        yield played[choice]
+
+    return tuple(
+      min(candidates(ways), key=lambda item: item.simulated.step_s, default=None) for ways in allowed
+    )
+
+  def _built(self, domains: Sequence[Domain], layouts: Sequence[Layouts]) -> Plan:
+    """A plan from each domain's layouts."""
     sample_ids = np.sort(np.concatenate([domain.samples for domain in domains]))
 
     def renumbered(group: Group, domain: int, stream: Sequence[int]) -> Group:
@@ -187,7 +207,6 @@ class _Batch:
 
     parents, children, solo = [], [], []
     for domain, found in enumerate(layouts):
-      assert found is not None
       solo += [renumbered(group, domain, group.samples) for group in found.solo]
       children += [renumbered(child, domain, child.samples) for child in found.children]
       inside = iter(found.children)
@@ -213,3 +232,14 @@ class _Batch:
       row_tokens=self.row_tokens,
     )
     return plan.with_slots(self.config.capacity_step_tokens)
+
+
+def _in_threads(
+  function: Callable[[Domain], dict[str, Layouts]], domains: Sequence[Domain]
+) -> list[dict[str, Layouts]]:
+  """Returns what the function gives for each domain; on all cores, since compiled code lets others run."""
+  cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+  if min(cores, len(domains)) == 1:
+    return list(map(function, domains))
+  with ThreadPoolExecutor(min(cores, len(domains))) as threads:
+    return list(threads.map(function, domains))
