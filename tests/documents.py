@@ -63,6 +63,25 @@ def samples(n, data_config, source, state=None):
   return list(itertools.islice(found, n))
 
 
+def check_grouped(order, ungrouped, is_long, window, epoch):
+  """Asserts that an order is another one whose long samples were brought together, window by window.
+
+  Returns how many samples of each window come before its long ones.
+  """
+  assert len(order) == len(ungrouped) and len(order) % epoch == 0
+  places = []
+  for first in range(0, len(order), epoch):
+    for start in range(first, first + epoch, window):
+      inside = slice(start, min(start + window, first + epoch))
+      for kind in (True, False):
+        kept, expected = ([x for x in each[inside] if is_long(x) is kind] for each in (order, ungrouped))
+        assert kept == expected
+      found = [place for place, x in enumerate(order[inside]) if is_long(x)]
+      assert not found or found == list(range(found[0], found[-1] + 1))
+      places += found[:1]
+  return places
+
+
 def names(many):
   return [(sample.document, sample.offset, len(sample)) for sample in many]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from documents import ListSource, batches, config, ids, names, random_source, samples
+from documents import ListSource, batches, check_grouped, config, ids, names, random_source, samples
 from messages import message_of
 
 from repack_jax.checks import ConfigError
@@ -186,6 +186,59 @@ def test_order_is_pinned():
   """The order of a seed is part of what a checkpoint relies on: a change here breaks resuming."""
   order = [sample.document for sample in samples(10, config(seed=7), ListSource([b'a'] * 5))]
   assert order == [3, 4, 2, 1, 0, 2, 0, 4, 3, 1]
+  source = ListSource([b'a'] * 5 + [b'b' * 9] * 5)
+  grouped = config(seed=7, batch_tokens=64, group_long_documents=9)
+  assert [sample.document for sample in samples(20, grouped, source)] == [
+    3, 2, 1, 0, 8, 9, 5, 7, 6, 4, 2, 0, 4, 3, 1, 5, 8, 7, 9, 6
+  ]  # fmt: skip
+
+
+def test_long_samples_come_together_within_windows():
+  source = random_source()
+  index = index_samples(source, config())
+  epoch, tokens = len(index), index.counts['epoch_tokens']
+  ungrouped = names(samples(3 * epoch, config(), source))
+  for threshold, window_batches in ((40, 1), (40, 3), (64, 3), (64, 10**30), (1, 3)):
+    grouped = config(group_long_documents=threshold, group_window_batches=window_batches)
+    window = Batcher(grouped, source).state()['group_window_samples']
+    assert window == min(epoch, window_batches * 150 * epoch // tokens)
+    order = names(samples(3 * epoch, grouped, source))
+    places = check_grouped(order, ungrouped, lambda name, limit=threshold: name[2] >= limit, window, epoch)
+    if threshold == 1:
+      assert order == ungrouped
+    else:
+      assert len(set(places)) > 1
+
+
+def test_no_sample_is_long():
+  source = random_source()
+  whole = {'batch_tokens': 200, 'max_document_tokens': 200}
+  grouped, ungrouped = config(**whole, group_long_documents=200), config(**whole)
+  assert ids(batches(20, grouped, source)) == ids(batches(20, ungrouped, source))
+
+
+def test_fewer_batches_hold_a_long_sample():
+  source = ListSource([b'a' * 10] * 500 + [b'b' * 60] * 20)
+
+  def with_long(**changes):
+    many = batches(100, config(**changes), source)
+    return sum(any(len(sample) == 60 for sample in batch.samples) for batch in many)
+
+  assert with_long(group_long_documents=60) < 0.7 * with_long()
+
+
+def test_groupings_that_are_mistakes():
+  assert message_of(functools.partial(config, group_long_documents=65)) == (
+    'DataConfig.group_long_documents = 65: no sample is longer than max_document_tokens = 64; lower it, or '
+    'set 0 to group none'
+  )
+  for name, value, remedy in (
+    ('group_long_documents', -1, 'must be at least 0'),
+    ('group_window_batches', 0, 'must be at least 1'),
+    ('group_window_batches', 1.5, 'must be of type int'),
+  ):
+    message = message_of(functools.partial(config, **{name: value}))
+    assert message == f'DataConfig.{name} = {value}: {remedy}'
 
 
 @pytest.mark.parametrize('change', [b'', b'a' * 129, b'a' * 131])
@@ -204,9 +257,16 @@ def test_document_that_changes_after_indexing(change):
 # --- resume ---
 
 
-@pytest.mark.parametrize('policy', ['split', 'truncate', 'drop'])
-def test_resume_after_every_batch(policy):
-  source, data_config = random_source(), config(long_documents=policy)
+GROUPED = {'group_long_documents': 40, 'group_window_batches': 3}
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [{'long_documents': 'split'}, {'long_documents': 'truncate'}, {'long_documents': 'drop'}, GROUPED],
+  ids=str,
+)
+def test_resume_after_every_batch(changes):
+  source, data_config = random_source(), config(**changes)
   straight = batches(60, data_config, source)
   for batch, following in itertools.pairwise(straight):
     # A checkpoint is JSON, so the state goes through it.
@@ -218,9 +278,10 @@ def test_resume_after_every_batch(policy):
   assert straight[-1].epoch >= 1
 
 
-def test_resume_twice_between_the_pieces_of_a_document():
+@pytest.mark.parametrize('changes', [{}, {'group_long_documents': 64}], ids=str)
+def test_resume_twice_between_the_pieces_of_a_document(changes):
   source = ListSource([b'ab', bytes(range(200)) * 5, b'cd'])
-  data_config = config(batch_tokens=64)
+  data_config = config(batch_tokens=64, **changes)
   straight = batches(40, data_config, source)
   first = batches(4, data_config, source)
   assert 0 < first[-1].state_after['position'] < len(index_samples(source, data_config))
@@ -278,8 +339,35 @@ def test_states_that_do_not_fit():
   assert 'must map tokenizer to a name and position, ' in message_of(Batcher, config(), source, without)
 
 
+def test_states_of_another_grouping():
+  source = random_source()
+
+  def state(**changes):
+    return batches(1, config(**changes), source)[0].state_after
+
+  grouped, ungrouped = state(**GROUPED), state(group_window_batches=3)
+  for changes, resumed, (mine, other) in (
+    (GROUPED, ungrouped, (40, 0)),
+    ({}, grouped, (0, 40)),
+    (GROUPED | {'group_long_documents': 41}, grouped, (41, 40)),
+  ):
+    assert message_of(Batcher, config(**changes), source, resumed) == (
+      f'DataConfig.group_long_documents = {mine}: the run to resume had {other}, and the order of its '
+      'samples depends on it; set what it had, or start a new run'
+    )
+  had = f'; the run to resume had {grouped["group_window_samples"]}, and the order'
+  for changes in ({'group_window_batches': 4}, {'batch_tokens': 200}):
+    message = message_of(Batcher, config(**GROUPED | changes), source, grouped)
+    assert message.startswith('DataConfig.group_window_batches = ') and had in message
+  # Where nothing is grouped, neither length matters, and an older state says nothing of them.
+  older = {name: value for name, value in ungrouped.items() if not name.startswith('group_')}
+  for resumed in (ungrouped, older):
+    changes = {'group_window_batches': 5, 'batch_tokens': 200}
+    assert Batcher(config(**changes), source, resumed).state() == ungrouped
+
+
 def test_imports_without_jax():
-  modules = 'batches, index, jsonl, lengths, long_documents, prefetch, samples, sources'
+  modules = 'batches, grouping, index, jsonl, lengths, long_documents, prefetch, samples, sources'
   code = (
     f"import sys; sys.modules['jax'] = None; from repack_jax.data import {modules};"
     'from repack_jax.documents import documents, tokenizers;'

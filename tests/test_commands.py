@@ -68,8 +68,12 @@ def test_simulate_prints_and_writes_the_comparison(capsys, tmp_path):
 
 
 def test_simulate_is_deterministic(capsys):
-  texts = {shown(capsys, 'simulate', '--config', PAPER, '--set', 'SimulatorConfig.steps=2') for _ in range(2)}
-  assert len(texts) == 1
+  grouped = ('--set', 'DataConfig.group_long_documents=48000')
+  args = ('--config', PAPER, '--set', 'SimulatorConfig.steps=2')
+  once, again, other = (shown(capsys, 'simulate', *args, *more) for more in (grouped, grouped, ()))
+  assert once == again
+  together = ', those from 48,000 tokens on together within 8 batches'
+  assert together in once and together not in other
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Files of lengths, the messages for what is none, and the batches that lengths make."""
 
+import dataclasses
 import io
 import itertools
 import json
@@ -10,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from documents import ListSource
+from documents import ListSource, check_grouped
 from messages import message_of
 
 from repack_jax.config import DataConfig, SimulatorConfig
 from repack_jax.data import lengths as lengths_module
+from repack_jax.data.grouping import window_samples
 from repack_jax.data.index import index_samples
 from repack_jax.data.lengths import Histogram, file_order_batches, length_batches, read_lengths
 
@@ -329,6 +331,40 @@ def test_epochs(policy, chunk_samples, monkeypatch):
   assert len(epochs) >= 9
   assert all(sorted(epoch) == expected for epoch in epochs)
   assert len(set(map(tuple, epochs))) == len(epochs)
+
+
+def flat(lengths, data, seed, count):
+  pieces = itertools.chain.from_iterable(length_batches(lengths, data, SimulatorConfig(seed=seed)))
+  return [int(piece) for piece in itertools.islice(pieces, count)]
+
+
+@pytest.mark.parametrize('chunk_samples', [3, 1 << 14])
+@pytest.mark.parametrize('policy', POLICIES)
+def test_long_samples_come_together_within_windows(policy, chunk_samples, monkeypatch):
+  monkeypatch.setattr(lengths_module, '_CHUNK_SAMPLES', chunk_samples)
+  lengths = np.append(np.random.default_rng(4).integers(1, 60, 101), 20)
+  data = config(150, 50, policy)
+  kept = np.concatenate(list(file_order_batches(lengths, data)))
+  epoch = len(kept)
+  ungrouped = flat(lengths, data, 3, 4 * epoch)
+  for threshold, window_batches in ((40, 4), (40, 1), (50, 10**30), (1, 4)):
+    grouped = dataclasses.replace(data, group_long_documents=threshold, group_window_batches=window_batches)
+    window = window_samples(grouped, epoch, int(kept.sum()))
+    order = flat(lengths, grouped, 3, 4 * epoch)
+    check_grouped(order, ungrouped, threshold.__le__, window, epoch)
+    assert sorted(order[:epoch]) == sorted(kept.tolist())
+    assert (order == ungrouped) is (not kept.max() >= threshold > kept.min())
+
+
+def test_long_draws_come_together_within_windows():
+  histogram = Histogram(*np.array([[10, 10, 1], [11, 11, 1]]).T)
+  data = config(205, 11)
+  grouped = dataclasses.replace(data, group_long_documents=11)
+  window = 8 * 205 * 2 // 21  # far enough from a whole number for the mean of draws to tell
+  for seed in (0, 1):
+    found, ungrouped = (flat(histogram, each, seed, 300 * window) for each in (grouped, data))
+    places = check_grouped(found, ungrouped, lambda length: length == 11, window, window)
+    assert len(set(places)) > 10
 
 
 def test_batches_over_many_chunks():

@@ -95,6 +95,12 @@ def describe(run: RunConfig) -> str:
   tail = ''
   if simulator.tail_from_tokens and simulator.tail_scale != 1:
     tail = f', those from {simulator.tail_from_tokens:,} tokens on times {simulator.tail_scale:g}'
+  grouping = ''
+  if data.group_long_documents:
+    grouping = (
+      f', those from {data.group_long_documents:,} tokens on together within {data.group_window_batches:,} '
+      'batches'
+    )
   needed = memory.rank_bytes(run.model, run.cluster, run.planner)
   total = sum(needed.values())
   room = f' of {amount(run.cluster.memory_bytes, "B")}' if run.cluster.memory_bytes else ''
@@ -106,7 +112,7 @@ def describe(run: RunConfig) -> str:
     f'cluster  {describe_cluster(run)}; {describe_rates(run)}\n'
     f'model    {describe_model(run.model)}; {amount(memory.total_parameters(run.model), "")}parameters\n'
     f'batches  {simulator.steps} of at most {data.batch_tokens:,} tokens from {simulator.lengths}{tail}, '
-    f'longest {data.max_document_tokens:,} ({data.long_documents} beyond)\n'
+    f'longest {data.max_document_tokens:,} ({data.long_documents} beyond){grouping}\n'
     f'memory   about {amount(total, "B")}{room} a rank ({parts}){warning}'
   )
 

@@ -55,6 +55,10 @@ class DataConfig:
     long_documents: what happens to longer documents: `split` (into samples of at most that length; nothing
       is lost), `truncate`, `drop` or `error`.
     seed: of the order of samples, which is drawn anew each epoch; below 2 ** 128.
+    group_long_documents: samples of at least this many tokens are brought together in the order, so that
+      fewer batches hold one; 0 leaves the order as it is drawn.
+    group_window_batches: they are brought together within windows of about this many batches, so no sample
+      moves further than that.
   """
 
   source: str = path_field(STDLIB, no_paths=(STDLIB,))
@@ -65,16 +69,25 @@ class DataConfig:
   max_document_tokens: int = 4096
   long_documents: str = 'split'
   seed: int = 0
+  group_long_documents: int = 0
+  group_window_batches: int = 8
 
   def __post_init__(self) -> None:
     check_types(self)
     check_choice(self, long_documents=('split', 'truncate', 'drop', 'error'), tokenizer=tuple(TOKENIZERS))
-    check_min(self, 1, 'batch_tokens', 'max_document_tokens')
+    check_min(self, 1, 'batch_tokens', 'max_document_tokens', 'group_window_batches')
+    check_min(self, 0, 'group_long_documents')
     _check_seed(self, bits=128)
     require(self.source != '', 'DataConfig.source', self.source, "name a folder, a .jsonl file or 'stdlib'")
     require(
       self.batch_tokens >= self.max_document_tokens, 'DataConfig.batch_tokens', self.batch_tokens,
       f'must be at least max_document_tokens = {self.max_document_tokens}, or one sample exceeds a batch',
+    )  # fmt: skip
+    require(
+      self.group_long_documents <= self.max_document_tokens,
+      'DataConfig.group_long_documents', self.group_long_documents,
+      f'no sample is longer than max_document_tokens = {self.max_document_tokens}; lower it, or set 0 to '
+      'group none',
     )  # fmt: skip
 
 

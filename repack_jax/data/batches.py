@@ -9,12 +9,16 @@ import numpy as np
 
 from repack_jax.checks import ConfigError
 from repack_jax.config import DataConfig
+from repack_jax.data.grouping import GroupedOrder
 from repack_jax.data.index import SampleIndex, index_samples
 from repack_jax.data.samples import Sample, make_sample
 from repack_jax.documents.documents import Source, changed
 from repack_jax.documents.tokenizers import TOKENIZERS
 
 State = dict[str, int | str]
+
+# What a state has of a run that groups nothing, or lacks where it is from before there was such a setting.
+_UNGROUPED: State = {'group_long_documents': 0, 'group_window_samples': 0}
 
 # Two seeds below this give different first words of `np.random.SeedSequence`; this one's is that of 14375.
 _FIRST_AMBIGUOUS_SEED = 53572
@@ -45,9 +49,11 @@ class Batcher:
   """An endless iterator over batches.
 
   Each epoch is a fresh random order of all samples; the pieces of a split document are samples like any
-  other. A batch takes samples in that order until the next one would exceed `batch_tokens`; that one
-  begins the next batch. Batches run on over the end of an epoch, so every sample is in exactly one batch
-  an epoch. In memory are the index and the batch being made.
+  other. Where `group_long_documents` is set, long samples are then brought together (`grouping.py`), which
+  leaves each in its epoch. A batch takes samples in that order until the next one would exceed
+  `batch_tokens`; that one begins the next batch. Batches run on over the end of an epoch, so every sample is
+  in exactly one batch an epoch. In memory are the index, a window of the order where samples are grouped,
+  and the batch being made.
 
   The state is a dict of whole numbers and one name, which JSON can hold. Where the run is:
     position: the place in the endless order of the sample that comes next: epoch * num_samples + place in
@@ -57,6 +63,8 @@ class Batcher:
     tokenizer, seed: those of the config.
     num_samples, epoch_tokens: how many samples and tokens an epoch has.
     samples_crc32: a checksum of which pieces of which documents the samples are.
+    group_long_documents, group_window_samples: that of the config, and the samples of a window; both 0 where
+      samples are not grouped.
   """
 
   def __init__(
@@ -72,13 +80,20 @@ class Batcher:
       index: of this source and config, where there is one already.
 
     Raises:
-      ConfigError: `state` is damaged, or of a run with another tokenizer, another seed or other samples; or
-        there is no `index` and `index_samples` raises.
+      ConfigError: `state` is damaged, or of a run with another tokenizer, another seed, another grouping or
+        other samples; or there is no `index` and `index_samples` raises.
     """
     self._config, self._source, self._tokenizer = config, source, TOKENIZERS[config.tokenizer]
     self.index = index_samples(source, config) if index is None else index
     self._order = _shuffled_order(len(self.index), config.seed)
-    self._identity: State = {
+    grouping = _UNGROUPED
+    if config.group_long_documents:
+      self._order = GroupedOrder(self._order, self.index.length, self.index.counts['epoch_tokens'], config)
+      grouping = {
+        'group_long_documents': config.group_long_documents,
+        'group_window_samples': self._order.window_samples,
+      }
+    self._identity: State = grouping | {
       'tokenizer': config.tokenizer,
       'seed': config.seed,
       'num_samples': len(self.index),
@@ -135,7 +150,7 @@ class Batcher:
 
   def _check(self, state: State) -> None:
     """Raises ConfigError unless this Batcher can go on from `state`."""
-    expected = self.state()
+    state, expected = _UNGROUPED | state, self.state()
     numbers = [name for name in expected if name != 'tokenizer']
     if (
       set(state) != set(expected)
@@ -151,17 +166,27 @@ class Batcher:
         f'DataConfig.tokenizer = {self._config.tokenizer!r}: the run to resume had {state["tokenizer"]!r}, '
         'and its samples and its model are made of those tokens; set what it had, or start a new run'
       )
-    if state['seed'] != self._config.seed:
-      raise ConfigError(
-        f'DataConfig.seed = {self._config.seed}: the run to resume had {state["seed"]}, and the order of its '
-        'samples depends on it; set what it had, or start a new run'
-      )
-    if any(state[name] != value for name, value in self._identity.items()):
+    for name in ('seed', 'group_long_documents'):
+      if state[name] != expected[name]:
+        raise ConfigError(
+          f'DataConfig.{name} = {expected[name]}: the run to resume had {state[name]}, and the order of its '
+          'samples depends on it; set what it had, or start a new run'
+        )
+    if any(state[name] != expected[name] for name in ('num_samples', 'epoch_tokens', 'samples_crc32')):
       raise ConfigError(
         f'DataConfig.source = {self._config.source!r}: its samples ({_epoch_size(expected)}) are not those '
         f'of the run to resume ({_epoch_size(state)}): the source, its documents, '
         'DataConfig.max_document_tokens or DataConfig.long_documents changed; restore what that run had, '
         'or start a new run'
+      )
+    window_samples = expected['group_window_samples']
+    if state['group_window_samples'] != window_samples:
+      # The samples are the same, so of what makes a window only these two can differ.
+      raise ConfigError(
+        f'DataConfig.group_window_batches = {self._config.group_window_batches}: of DataConfig.batch_tokens '
+        f'= {self._config.batch_tokens} each are windows of {window_samples} samples; the run to resume had '
+        f'{state["group_window_samples"]}, and the order of its samples depends on it; set both to what it '
+        'had, or start a new run'
       )
 
 

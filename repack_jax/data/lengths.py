@@ -18,6 +18,7 @@ import numpy as np
 from repack_jax.checks import ConfigError, require
 from repack_jax.config import DataConfig, SimulatorConfig
 from repack_jax.config.paths import MissingPath
+from repack_jax.data.grouping import grouped_order, window_samples
 from repack_jax.data.jsonl import JsonlSource
 from repack_jax.data.long_documents import Pieces, check_long_documents, kept_tokens
 from repack_jax.documents.tokenizers import TOKENIZERS
@@ -104,8 +105,10 @@ def length_batches(
   An array gives each of its lengths once an epoch, in an order drawn anew; a Histogram gives draws. The
   same arguments always give the same batches. Lengths of at least `simulator.tail_from_tokens` (where
   that is not 0) are multiplied by `simulator.tail_scale`, rounded, and at least 1. Then come
-  `data.long_documents`, whose pieces of a document follow one another, and `data.batch_tokens`: a batch
-  takes samples until the next one would exceed it. Batches run on over the end of an epoch.
+  `data.long_documents`, whose pieces of a document follow one another; `data.group_long_documents`, which
+  brings the long ones of all pieces together, in windows of an epoch, or of the draws of a Histogram; and
+  `data.batch_tokens`: a batch takes samples until the next one would exceed it. Batches run on over the end
+  of an epoch.
 
   Args:
     lengths: what `read_lengths` returns: at least one, each 1 ... MAX_LENGTH_TOKENS.
@@ -116,36 +119,40 @@ def length_batches(
       MAX_LENGTH_TOKENS. Of a Histogram, what its bins allow counts, whether it would be drawn or not.
   """
   rng = np.random.default_rng(simulator.seed)
-  chunks: Iterator[np.ndarray]
   if isinstance(lengths, Histogram):
-    histogram = lengths
-    check_long_documents(_scale_tail(_extremes(histogram, simulator), simulator), data)
-    draws = (histogram.draw(rng, _CHUNK_SAMPLES) for _ in itertools.count())
-    chunks = (_shorten(_scale_tail(draw, simulator), data) for draw in draws)
+    check_long_documents(_scale_tail(_extremes(lengths, simulator), simulator), data)
+    samples = _split(_drawn(lengths, rng, data, simulator), data)
+    # Draws of their own, the same for all seeds, tell how long a window is.
+    some = _drawn(lengths, np.random.default_rng(0), data, simulator)
   else:
     lengths = _scale_tail(np.asarray(lengths, np.int64), simulator)
     check_long_documents(lengths, data)
     # Before the order is drawn: where few of many are kept, an epoch costs no more than those.
-    chunks = _shuffled(_shorten(lengths, data), rng)
-  return _batches(chunks, data)
+    kept = _shorten(lengths, data)
+    samples = _split(_shuffled(kept, rng), data)
+    some = iter([kept])
+  if data.group_long_documents:
+    samples = _grouped(samples, some, not isinstance(lengths, Histogram), data, simulator.seed)
+  return _batches(samples, data)
 
 
 def file_order_batches(lengths: np.ndarray, data: DataConfig) -> Iterator[np.ndarray]:
-  """Returns the batches that the lengths make in the order they have, once through: no seed and no tail.
+  """Returns the batches that the lengths make in the order they have, once through.
 
-  As `length_batches` otherwise, in arguments, batches and errors.
+  So there is no seed, no tail, and no `data.group_long_documents`, which would change the order. As
+  `length_batches` otherwise, in arguments, batches and errors.
   """
   lengths = np.asarray(lengths, np.int64)
   check_long_documents(lengths, data)
-  return _batches(_chunks(_shorten(lengths, data)), data)
+  return _batches(_split(_chunks(_shorten(lengths, data)), data), data)
 
 
 def _batches(chunks: Iterable[np.ndarray], data: DataConfig) -> Iterator[np.ndarray]:
-  """Cuts a stream of lengths, shortened but not split yet, into batches."""
+  """Cuts a stream of the lengths of samples into batches."""
   batch_tokens = min(data.batch_tokens, 1 << 62)  # so that a sum with a chunk's tokens stays in int64
   parts: list[np.ndarray] = []
   room_tokens = batch_tokens
-  for chunk in itertools.chain.from_iterable(_split(chunk, data) for chunk in chunks):
+  for chunk in chunks:
     ends = np.cumsum(chunk)
     start = used_tokens = 0
     while start < len(chunk):
@@ -162,15 +169,52 @@ def _batches(chunks: Iterable[np.ndarray], data: DataConfig) -> Iterator[np.ndar
     yield np.concatenate(parts)
 
 
-def _split(lengths: np.ndarray, data: DataConfig) -> Iterator[np.ndarray]:
-  """Yields chunks of the lengths of the pieces that the lengths, int64 [n], are cut into, in order."""
-  if not len(lengths) or lengths.max() <= data.max_document_tokens:
-    yield lengths
-    return
-  pieces = Pieces(lengths, data)
-  for start in range(0, len(pieces), _CHUNK_SAMPLES):
-    _, _, length = pieces.between(start, min(start + _CHUNK_SAMPLES, len(pieces)))
-    yield length
+def _grouped(
+  chunks: Iterator[np.ndarray], some: Iterator[np.ndarray], are_epochs: bool, data: DataConfig, seed: int
+) -> Iterator[np.ndarray]:
+  """Yields chunks of an endless stream of samples whose long ones are brought together in each window.
+
+  Args:
+    chunks: of the lengths of samples, in tokens, as are those that it yields.
+    some: lengths of documents like theirs, shortened but not split; the first chunk gives the mean.
+    are_epochs: whether that is an epoch of the stream, whose end no window then crosses.
+  """
+  kept = next(filter(len, some))
+  epoch_samples = len(Pieces(kept, data))
+  window = window_samples(data, epoch_samples, int(kept.sum()))
+  if not are_epochs:
+    epoch_samples = window
+  starts = itertools.chain.from_iterable(range(0, epoch_samples, window) for _ in itertools.count())
+  rest = np.zeros(0, np.int64)
+  for number, start in enumerate(starts):
+    size = min(window, epoch_samples - start)
+    parts, held = [rest], len(rest)
+    while held < size:
+      parts.append(next(chunks))
+      held += len(parts[-1])
+    rest = parts[0] if len(parts) == 1 else np.concatenate(parts)
+    samples, rest = rest[:size], rest[size:]
+    yield from _chunks(samples[grouped_order(samples, data, seed, number)])
+
+
+def _split(chunks: Iterable[np.ndarray], data: DataConfig) -> Iterator[np.ndarray]:
+  """Yields chunks of the lengths of the pieces that a stream of lengths is cut into, in order."""
+  for lengths in chunks:
+    if not len(lengths) or lengths.max() <= data.max_document_tokens:
+      yield lengths
+      continue
+    pieces = Pieces(lengths, data)
+    for start in range(0, len(pieces), _CHUNK_SAMPLES):
+      _, _, length = pieces.between(start, min(start + _CHUNK_SAMPLES, len(pieces)))
+      yield length
+
+
+def _drawn(
+  histogram: Histogram, rng: np.random.Generator, data: DataConfig, simulator: SimulatorConfig
+) -> Iterator[np.ndarray]:
+  """Yields chunks of endless draws, with the simulator's tail and shortened."""
+  while True:
+    yield _shorten(_scale_tail(histogram.draw(rng, _CHUNK_SAMPLES), simulator), data)
 
 
 def _shuffled(lengths: np.ndarray, rng: np.random.Generator) -> Iterator[np.ndarray]:
