@@ -75,13 +75,11 @@ def micro_cases(
 
 
 def equal_cases(
-  counts: Sequence[int] = (3, 5, 9, 12, 16, 24, 33, 48),
-  thousands: Sequence[int] = (25, 50, 100, 150, 200, 300),
-  capacity_tokens: int = 65_536,
+  counts: Sequence[int], thousands: Sequence[int], capacity_tokens: int = 65_536
 ) -> Iterator[PlanCase]:
   """A few long samples of one length on 32 ranks: at 1.25 times what they need, and at a fixed capacity.
 
-  Such batches are packed by whole samples: what rounds badly costs much.
+  So few leave no short ones to even out what whole samples in groups of powers of two leave uneven.
   """
   costs = costs_of()
   for count, thousand in itertools.product(counts, thousands):
