@@ -51,7 +51,8 @@ class _Found:
 def micro_rows(files: Files, args: argparse.Namespace) -> Rows:
   """Steps over the lower bound, which holds for any number of micro-batches, where 4 or 8 are needed.
 
-  Peers lay out the micro-batches of `solve`, which compares layouts alone, and then their own.
+  Peers lay out the micro-batches of `solve`, and then their own. The first compares layouts alone, if they
+  find room for each; one that they don't becomes several, and `made` is more than that of `solve`.
   """
   rows: Rows = []
   for number in MICRO_BATCHES:

@@ -14,7 +14,7 @@ from repack_jax.solver.bounds import lower_bound_s
 FILES = {'short': np.array([40, 300, 700, 2_000]), 'skewed': np.array([100] * 30 + [9_000])}
 MINIATURE = {
   'time': '--batches 1',
-  'exact': '--cases 4 --exact-limit-s 2',
+  'exact': '--cases 2 --exact-limit-s 0.5',
   'bound': '--bound-batches 1',
   'peers': '--batches 1 --milp-limit-s 0.2',
   'micro': '--micro-batches 1 --micro-samples 60 --milp-limit-s 0.2',
