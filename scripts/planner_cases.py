@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -64,7 +65,34 @@ def real_cases(
     )
 
 
-def small_cases(files: dict[str, np.ndarray | Histogram], count: int) -> Iterator[PlanCase]:
+def micro_cases(
+  name: str, lengths: np.ndarray | Histogram, micro_batches: int, samples: int, count: int, full: float = 0.9
+) -> Iterator[PlanCase]:
+  """Batches that fill so much of so many micro-batches of 32 ranks; of fewer, with one very long sample."""
+  for case in real_cases(name, lengths, 1, samples, count):
+    capacity = capacity_of(case.lengths, case.costs.cluster, 1 / (full * micro_batches))
+    yield dataclasses.replace(case, config=dataclasses.replace(case.config, capacity_tokens=capacity))
+
+
+def equal_cases(
+  counts: Sequence[int], thousands: Sequence[int], capacity_tokens: int = 65_536
+) -> Iterator[PlanCase]:
+  """A few long samples of one length on 32 ranks: at 1.25 times what they need, and at a fixed capacity.
+
+  So few leave no short ones to even out what whole samples in groups of powers of two leave uneven.
+  """
+  costs = costs_of()
+  for count, thousand in itertools.product(counts, thousands):
+    batch = np.full(count, 1000 * thousand)
+    for name, capacity in (
+      ('1.25 x need', capacity_of(batch, costs.cluster)),
+      (f'{capacity_tokens:,}', capacity_tokens),
+    ):
+      config = PlannerConfig(capacity_tokens=capacity, capacity_step_tokens=STEP_TOKENS)
+      yield PlanCase(name, batch, costs, config)
+
+
+def small_cases(files: Mapping[str, np.ndarray | Histogram], count: int) -> Iterator[PlanCase]:
   """Batches small enough for the exact solver: 2 .. 12 samples on two nodes of 4 or 8 ranks, mode `solve`."""
   makers = [*files, 'lognormal', 'uniform', 'one giant', 'two sizes']
   for number in range(count):

@@ -1,12 +1,14 @@
 """Planners in the manner of other systems, for benchmarks: mixed SP degrees, the same groups in all layers.
 
 Both return plans of mode `parents`, so that one prediction judges everyone's. Neither is the original: the
-MILP gets this project's costs instead of coefficients fitted to measurements, and both get groups that
-are aligned blocks of ranks. `flexsp_milp` needs OR-tools.
+MILP gets this project's costs instead of coefficients fitted to measurements, both get groups that are
+aligned blocks of ranks, and both choose among numbers of micro-batches by the simulator. `flexsp_milp` needs
+OR-tools.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,7 +16,11 @@ import numpy as np
 from repack_jax.config import ClusterConfig, PlannerConfig
 from repack_jax.plan.plan import Group, Plan
 from repack_jax.predict.costs import Costs
+from repack_jax.predict.simulator import simulate
 
+# From lengths, a number of micro-batches and the tokens that one holds at most, to the samples of each
+# micro-batch, perhaps of fewer; None where they find no room.
+Compose = Callable[[np.ndarray, int, int], list[np.ndarray] | None]
 Members = tuple[int, list[int]]  # a group's size and its samples
 LayOut = Callable[[np.ndarray], list[Members] | None]  # groups of at most a domain's ranks; None: no room
 
@@ -22,13 +28,17 @@ _BUCKETS = 16
 
 
 def longest_first_greedy(
-  lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConfig
+  lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConfig, numbers: int = 1
 ) -> list[Plan]:
   """Plans in the manner of Megatron-Core's hybrid context parallelism (its `hybrid_cp_schedule.py`).
 
   A sample's degree is the smallest that holds it, its work `length^2 / degree`. Longest first, it goes to
   ranks that are free, or else to the group of at least its degree with the least work. Ranks left over double
-  the narrowest groups.
+  the narrowest groups. Micro-batches are filled in the same manner: longest first, to the one with the least
+  sum of squared lengths.
+
+  Args:
+    numbers: how many numbers of micro-batches are tried, from the least that holds the batch upward.
 
   Raises:
     ValueError: a sample exceeds the widest group.
@@ -38,13 +48,14 @@ def longest_first_greedy(
   def lay_out(samples: np.ndarray) -> list[Members] | None:
     return _greedy(samples, np.asarray(lengths), degrees, ranks, config.capacity_tokens)
 
-  return _plans(lengths, costs, config, lay_out)
+  return _plans(lengths, costs, config, lay_out, by_squares, numbers)
 
 
 def flexsp_milp(
   lengths: Sequence[int] | np.ndarray,
   costs: Costs,
   config: PlannerConfig,
+  numbers: int = 1,
   limit_s: float = 10.0,
   outcomes: list[str] | None = None,
 ) -> list[Plan]:
@@ -52,9 +63,11 @@ def flexsp_milp(
 
   It chooses how many groups of each degree there are and how many samples of each bucket are in each; a
   sample counts as the longest of its bucket. It minimizes the slowest group's work, shared evenly, plus its
-  exchanges over the links of its degree, with tokens a rank capped.
+  exchanges over the links of its degree, with tokens a rank capped. Micro-batches are the batch sorted by
+  length and cut, with tokens as even as can be.
 
   Args:
+    numbers: how many numbers of micro-batches are tried, from the least that holds the batch upward.
     limit_s: wall-clock seconds a domain's MILP may take; the best found by then counts.
     outcomes: receives `optimal`, `limit` or, where nothing was found and the greedy stands in, `greedy`, for
       each domain of each micro-batch tried.
@@ -74,38 +87,23 @@ def flexsp_milp(
       return _greedy(samples, of_batch, degrees, ranks, config.capacity_tokens)
     return _fill(samples, of_batch, bucket_of, groups)
 
-  return _plans(lengths, costs, config, lay_out)
+  return _plans(lengths, costs, config, lay_out, by_length, numbers)
 
 
-# --- what both share ------------------------------------------------------------------------------------
+def in_micro_batches_of(plans: Sequence[Plan], planner: Callable[[np.ndarray], Sequence[Plan]]) -> list[Plan]:
+  """What a planner makes of each micro-batch of these plans; more than one plan where it finds no room."""
+  made = []
+  for plan in plans:
+    for part in planner(np.array(plan.lengths, np.int64)):
+      ids = tuple(plan.sample_ids[s] for s in part.sample_ids)
+      made.append(dataclasses.replace(part, sample_ids=ids))
+  return made
 
 
-def _plans(
-  lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConfig, lay_out: LayOut
-) -> list[Plan]:
-  """As few micro-batches as are found to hold the batch; domains are given samples by squared length."""
-  lengths, cluster = np.asarray(lengths, np.int64), costs.cluster
-  if not len(lengths):
-    return []
-  widest = costs.degrees(config)[-1]
-  if lengths.max() > widest * config.capacity_tokens:
-    raise ValueError(f'a sample of {lengths.max()} tokens exceeds SP{widest} at {config.capacity_tokens}')
-  room = cluster.domain_ranks * config.capacity_tokens
-  num_plans = -(-int(lengths.sum()) // (room * cluster.domains))
-  while True:
-    bins = _spread(lengths, num_plans * cluster.domains, room)
-    groups = [lay_out(samples) for samples in bins] if bins else []
-    if groups and None not in groups:
-      break
-    num_plans += 1
-  by_plan = [groups[i : i + cluster.domains] for i in range(0, len(groups), cluster.domains)]
-  return [
-    _plan(lengths, [of for of in domains if of is not None], cluster, config).validate(costs.wire)
-    for domains in by_plan
-  ]
+# --- micro-batches --------------------------------------------------------------------------------------
 
 
-def _spread(lengths: np.ndarray, bins: int, room: int) -> list[np.ndarray] | None:
+def by_squares(lengths: np.ndarray, bins: int, room: int) -> list[np.ndarray] | None:
   """Samples longest first to the bin with the least sum of squares that has room; None where none has."""
   work, held = np.zeros(bins), np.zeros(bins, np.int64)
   members: list[list[int]] = [[] for _ in range(bins)]
@@ -117,6 +115,86 @@ def _spread(lengths: np.ndarray, bins: int, room: int) -> list[np.ndarray] | Non
     held[least] += lengths[s]
     work[least] += float(lengths[s]) ** 2
   return [np.array(of_bin, np.int64) for of_bin in members]
+
+
+def by_length(lengths: np.ndarray, bins: int, room: int) -> list[np.ndarray] | None:
+  """Samples longest first, cut into at most so many bins whose fullest has the fewest tokens."""
+  order = np.argsort(-lengths, kind='stable')
+  if bins >= len(order):  # a bin for each: a cut could leave some together that find no layout
+    return list(order[:, None])
+  reached = np.concatenate([[0], np.cumsum(lengths[order])])
+
+  def cuts(most: int) -> list[int]:
+    found = [0]
+    while found[-1] < len(order) and len(found) <= bins:
+      found.append(int(np.searchsorted(reached, reached[found[-1]] + most, side='right')) - 1)
+    return found
+
+  low, high = max(int(lengths.max()), -(-int(reached[-1]) // bins)), int(reached[-1])
+  while low < high:
+    middle = (low + high) // 2
+    if cuts(middle)[-1] == len(order):
+      high = middle
+    else:
+      low = middle + 1
+  return np.split(order, cuts(low)[1:-1]) if low <= room else None
+
+
+# --- what both share ------------------------------------------------------------------------------------
+
+
+def _plans(
+  lengths: Sequence[int] | np.ndarray,
+  costs: Costs,
+  config: PlannerConfig,
+  lay_out: LayOut,
+  compose: Compose,
+  numbers: int,
+) -> list[Plan]:
+  """The fastest by the simulator of so many numbers of micro-batches, from the least that holds the batch."""
+  lengths, cluster = np.asarray(lengths, np.int64), costs.cluster
+  if not len(lengths):
+    return []
+  widest = costs.degrees(config)[-1]
+  if lengths.max() > widest * config.capacity_tokens:
+    raise ValueError(f'a sample of {lengths.max()} tokens exceeds SP{widest} at {config.capacity_tokens}')
+  number = -(-int(lengths.sum()) // (cluster.num_ranks * config.capacity_tokens))
+  while (plans := _plans_of(number, lengths, costs, config, lay_out, compose)) is None:
+    number += 1
+  tried = [plans]
+  for more in range(1, numbers):
+    if number + more <= len(lengths):
+      plans = _plans_of(number + more, lengths, costs, config, lay_out, compose)
+      tried += [plans] if plans is not None else []
+  return min(tried, key=lambda plans: simulate(costs, plans).step_s)
+
+
+def _plans_of(
+  number: int,
+  lengths: np.ndarray,
+  costs: Costs,
+  config: PlannerConfig,
+  lay_out: LayOut,
+  compose: Compose,
+) -> list[Plan] | None:
+  """Plans of at most so many micro-batches, whose domains are given samples by squares; None without room."""
+  cluster = costs.cluster
+  composed = compose(lengths, number, cluster.num_ranks * config.capacity_tokens)
+  if composed is None:
+    return None
+  plans = []
+  for samples in composed:
+    domains = by_squares(lengths[samples], cluster.domains, cluster.domain_ranks * config.capacity_tokens)
+    if domains is None:
+      return None
+    groups = []
+    for of_domain in domains:
+      laid_out = lay_out(samples[of_domain])
+      if laid_out is None:
+        return None
+      groups.append(laid_out)
+    plans.append(_plan(lengths, groups, cluster, config).validate(costs.wire))
+  return plans
 
 
 def _plan(

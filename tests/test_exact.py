@@ -12,6 +12,7 @@ from repack_jax.plan.plan import Group, Plan, PlanError
 from repack_jax.predict.cost_model import model_costs
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.plan_times import predicted_s
+from repack_jax.predict.simulator import simulate
 from repack_jax.solver import solve
 from repack_jax.solver.bounds import lower_bound_s
 from repack_jax.solver.exact import exact
@@ -212,3 +213,59 @@ def test_buckets_add_the_fewest_tokens():
   bucket_of, longest = planner_peers._buckets(lengths, 3)
   assert longest.tolist() == [2, 10, 30] and longest[bucket_of].tolist() == [10, 2, 10, 2, 30, 2]
   assert planner_peers._buckets(lengths, 9)[1].tolist() == [1, 2, 9, 10, 30]
+
+
+def test_micro_batches_by_length():
+  """Consecutive ones of even tokens; as many as there are samples always fit."""
+
+  def cut(lengths: list[int], bins: int, room: int = 100) -> list[list[int]] | None:
+    made = planner_peers.by_length(np.array(lengths), bins, room)
+    return made and [[lengths[s] for s in samples] for samples in made]
+
+  assert cut([1, 9, 3, 5], 2) == [[9], [5, 3, 1]]
+  assert cut([4, 4, 4, 4, 4, 4], 4) == [[4, 4], [4, 4], [4, 4]]  # no emptier with one more
+  assert cut([1, 9, 3, 5], 1) == [[9, 5, 3, 1]]
+  assert cut([1, 9, 3, 5], 2, room=8) is None
+  assert cut([2, 9], 3) == [[9], [2]]
+
+
+def test_micro_batches_by_squares():
+  made = planner_peers.by_squares(np.array([4, 9, 3, 5]), 2, 100)
+  assert made is not None and [sorted(samples.tolist()) for samples in made] == [[1], [0, 2, 3]]
+  assert planner_peers.by_squares(np.array([4, 9, 3, 5]), 2, 10) is None
+
+
+@pytest.mark.parametrize('mesh', [(2, 4), (2, 2, 3)])
+def test_peers_try_more_micro_batches_and_take_the_best(mesh):
+  rng = np.random.default_rng(sum(mesh))
+  costs = costs_of(*mesh)
+  for _ in range(5):
+    lengths = skewed(rng, 20)
+    config = config_of(lengths, costs, 'parents', 0.5)
+    seconds = []
+    for numbers in (1, 2, 3):
+      plans = planner_peers.longest_first_greedy(lengths, costs, config, numbers)
+      assert sorted(s for plan in plans for s in plan.sample_ids) == list(range(20))
+      seconds.append(simulate(costs, plans).step_s)
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_peers_lay_out_the_micro_batches_of_others():
+  """Each as a batch of its own, so that it becomes several where a peer finds no room for it."""
+  rng = np.random.default_rng(3)
+  costs = costs_of(2, 4)
+  lengths = skewed(rng, 40)
+  config = config_of(lengths, costs, 'solve', 0.4)
+  ours = solve(lengths, costs, config).plans
+
+  def peer(of: np.ndarray) -> list:
+    return planner_peers.longest_first_greedy(of, costs, config)
+
+  theirs = planner_peers.in_micro_batches_of(ours, peer)
+  assert len(theirs) >= len(ours) > 1
+  whose = {s: number for number, plan in enumerate(ours) for s in plan.sample_ids}
+  assert sorted(s for plan in theirs for s in plan.sample_ids) == list(range(40))
+  for plan in theirs:
+    plan.validate(MODEL.wire)
+    assert plan.lengths == tuple(lengths[s] for s in plan.sample_ids)
+    assert len({whose[s] for s in plan.sample_ids}) == 1
