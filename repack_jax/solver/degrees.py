@@ -8,8 +8,10 @@ from repack_jax.solver.compiled import compiled
 from repack_jax.solver.problem import Degrees, Problem
 
 # A sample's degree is the smallest at which its share of a rank is at most so many times the mean; 0 asks for
-# the widest, 1e9 for the smallest that holds it, -p for the smallest of at least p.
-LIMITS = np.array([1.0, 1.15, 1.5, 2.5, 1e9, 0.0, -4.0, -8.0])
+# the widest, 1e9 for the smallest that holds it, -p for the smallest of at least p. The last ones are for few
+# samples, where it matters that all are of one degree.
+LIMITS = np.array([1.0, 1.15, 1.5, 2.5, 1e9, 0.0, -4.0, -8.0, -16.0, -2.0])
+LIMITS_OF_MANY = 8
 # Samples of up to so many times a rank's mean tokens are solo; with -1 those that fit, but for the shortest
 # that are not enough for one more on each rank.
 SOLO_LIMITS = np.array([1e9, 1.2, 0.9, 0.6, 0.3, 0.0, -1.0])

@@ -12,6 +12,7 @@ from repack_jax.config.run import PlannerConfig
 from repack_jax.plan.plan import CHILDREN, PARENTS, Group
 from repack_jax.predict.costs import Costs
 from repack_jax.solver.improve import improve
+from repack_jax.solver.judge import most_tokens
 from repack_jax.solver.layout import lay_out
 from repack_jax.solver.problem import Degrees, Groups, Layout, Problem, empty_groups
 from repack_jax.solver.search import FEW_SAMPLES, Options, search
@@ -30,12 +31,14 @@ class Layouts:
 
   Attributes:
     judged_s: the seconds that it is judged to take.
+    most_tokens: of its fullest rank.
   """
 
   parents: list[Group]
   children: list[Group]
   solo: list[Group]
   judged_s: float
+  most_tokens: float
 
 
 class _Found(NamedTuple):
@@ -129,7 +132,7 @@ class Domain:
     ranks = self._problem.ranks
     alone = self._members(layout.solo.of, ranks)
     solo = [Group(rank, 1, samples) for rank, samples in enumerate(alone) if samples]
-    return Layouts(parents, children, solo, found.seconds)
+    return Layouts(parents, children, solo, found.seconds, most_tokens(layout))
 
   def _groups(self, of: np.ndarray, found: Groups) -> list[Group]:
     count = int(found.number[0])
@@ -153,7 +156,8 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
   both = 1.0 + costs.linear_backward
   attention = 1.0 + costs.attention_backward
   degrees = 2 ** np.arange(cluster.domain_ranks.bit_length())
-  peer_bytes = 2.0 * costs.wire.bytes_per_peer(np.minimum(degrees, costs.wire.result_heads))
+  shared = np.minimum(degrees, costs.wire.result_heads)
+  peer_bytes, combine_heads = 2.0 * costs.wire.bytes_per_peer(shared), costs.wire.combine_heads(shared)
   routed_s = sum(layer.routed_s for layer in layers) / len(layers)
   parents_s, children_s = (attention * costs.attention_s(tokens, layout) for layout in (PARENTS, CHILDREN))
   parents_layers, children_layers = (costs.layers_in(layout) for layout in (PARENTS, CHILDREN))
@@ -182,6 +186,7 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
     span_latency_s=4 * costs.site_latency_s(np.array([cluster.ranks_per_node, cluster.domain_ranks]))
     if span_meets
     else np.zeros(2),
+    second_site=combine_heads / (costs.wire.dispatch_heads(shared) + combine_heads),
     span_meets=span_meets,
     own_s=costs.slot_s,
     routed_s=both * routed_s,

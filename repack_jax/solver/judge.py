@@ -41,10 +41,20 @@ class _Seconds(NamedTuple):
 def judge(problem: Problem, layout: Layout) -> Judged:
   """Returns the predicted seconds of a layout, and what decides them.
 
-  Ranks that meet (of a parent; of a node too where it shares experts, or where `span_meets`) are as slow as
-  their slowest in each layer. Those that don't are as slow as the slowest in all layers together, or in each
-  where `all_meet`, or where `span_meets` and a parent is wider than a node.
+  Ranks that meet are as slow as their slowest in each layer: those of a parent, or where `span_meets` of all
+  nodes that the exchanges span, and of a node where it shares experts. Those that don't are as slow as the
+  slowest in all layers together, or in each where `all_meet`.
   """
+  if problem.span_meets:
+    return _judge_spans(problem, layout)
+  return _judge_groups(problem, layout)
+
+
+# --- exchanges that are meetings of their groups ----------------------------------------------------------
+
+
+@compiled
+def _judge_groups(problem: Problem, layout: Layout) -> Judged:
   parents, children, solo = layout
   nodes = problem.ranks // problem.node_ranks
   shared_tokens, rank_s = np.zeros(problem.ranks), np.zeros(problem.ranks)
@@ -79,24 +89,14 @@ def judge(problem: Problem, layout: Layout) -> Judged:
       for n in range(problem.node_of[first], problem.node_of[first + size - 1] + 1):
         shared_s = max(shared_s, experts_s[n])
     slowest.parents[g], slowest.children[g] = parents_s + shared_s, children_s + shared_s
-  widest_child = 1
-  for c in range(children.number[0]):
-    widest_child = max(widest_child, children.size[c])
-  return _judged(problem, parents, widest_child, slowest, shared_tokens, solo.tokens)
+  return _judged(problem, parents, slowest, shared_tokens, solo.tokens)
 
 
 @compiled
 def _judged(
-  problem: Problem,
-  parents: Groups,
-  widest_child: int,
-  slowest: _Seconds,
-  shared_tokens: np.ndarray,
-  solo_tokens: np.ndarray,
+  problem: Problem, parents: Groups, slowest: _Seconds, shared_tokens: np.ndarray, solo_tokens: np.ndarray
 ) -> Judged:
   """Combines the seconds of all parents, and tokens float64 [ranks]."""
-  meet_in_node = problem.routed_spread or problem.span_meets
-  widest_parent = 1
   most_tokens, squares = 0.0, 0.0
   by_tokens, by_parents, by_children, by_both = 0, 0, 0, 0
   for r in range(problem.ranks):
@@ -109,12 +109,11 @@ def _judged(
   for g in range(parents.number[0]):
     first, size = parents.first[g], parents.size[g]
     n = problem.node_of[first]
-    widest_parent = max(widest_parent, size)
     if slowest.parents[g] > parents_s:
       parents_s, by_parents = slowest.parents[g], n
     if slowest.children[g] > children_s:
       children_s, by_children = slowest.children[g], n
-    if meet_in_node and first < met_until:  # another parent of the same node
+    if problem.routed_spread and first < met_until:  # another parent of the same node
       met_parents_s = max(met_parents_s, slowest.parents[g])
       met_children_s = max(met_children_s, slowest.children[g])
     else:
@@ -124,17 +123,118 @@ def _judged(
     both_squares += size * together_s * together_s
     if together_s > both_s:
       both_s, by_both = together_s, n
-  wide_parents, wide_children = widest_parent > problem.node_ranks, widest_child > problem.node_ranks
-  if problem.all_meet or (problem.span_meets and wide_parents):
+  if problem.all_meet:
     both_s = problem.parents_layers * parents_s + problem.children_layers * children_s
-  both_s += problem.parents_layers * problem.span_latency_s[int(wide_parents)]
-  both_s += problem.children_layers * problem.span_latency_s[int(wide_children)]
   seconds = most_tokens * problem.own_s + both_s
   if most_tokens > 0.0:
     evenness = squares / (problem.ranks * most_tokens) * problem.own_s
     evenness += both_squares / (problem.ranks * max(both_s, 1e-30))
     seconds += EVENNESS * evenness
   return Judged(seconds, (by_tokens, by_parents, by_children, by_both))
+
+
+# --- exchanges that are meetings of their whole span --------------------------------------------------------
+
+
+class _Layer(NamedTuple):
+  """float64 [nodes], the slowest rank of a node in a layer: up to its second meeting, and behind it."""
+
+  first: np.ndarray
+  then: np.ndarray
+
+
+@compiled
+def _judge_spans(problem: Problem, layout: Layout) -> Judged:
+  """As `judge`. All ranks of a node meet at both sites, or all of the domain where a group is wider."""
+  parents, children, solo = layout
+  ranks, nodes = problem.ranks, problem.ranks // problem.node_ranks
+  shared_tokens, busy_s = np.zeros(ranks), np.zeros(ranks)
+  node_tokens, most_of_node = np.zeros(nodes), np.zeros(nodes)
+  of_parents, of_children = _Layer(np.zeros(nodes), np.zeros(nodes)), _Layer(np.zeros(nodes), np.zeros(nodes))
+  routed_s = 0.0 if problem.routed_spread else problem.routed_s
+  widest_parent, widest_child = 1, 1
+  for c in range(children.number[0]):
+    first, size = children.first[c], children.size[c]
+    widest_child = max(widest_child, size)
+    held = children.tokens[c] / size
+    core_s, second_s = children.work_s[c] / size, 0.0
+    if size > 1:
+      exchange_s = held * even_exchange_s(problem, size)
+      second_s = exchange_s * problem.second_site[log2(size)]
+      core_s += exchange_s - second_s
+    for r in range(first, first + size):
+      n, tokens = problem.node_of[r], held + solo.tokens[r]
+      shared_tokens[r] = held
+      node_tokens[n] += tokens
+      most_of_node[n] = max(most_of_node[n], tokens)
+      first_s, then_s = core_s + solo.children_s[r], second_s + tokens * routed_s
+      of_children.first[n] = max(of_children.first[n], first_s)
+      of_children.then[n] = max(of_children.then[n], then_s)
+      busy_s[r] = problem.children_layers * (first_s + then_s)
+  for g in range(parents.number[0]):
+    first, size = parents.first[g], parents.size[g]
+    widest_parent = max(widest_parent, size)
+    core_s, second_s = parents.work_s[g] / size, 0.0
+    if size > 1:
+      exchange_s = uneven_exchange_s(problem, first, size, shared_tokens)
+      second_s = exchange_s * problem.second_site[log2(size)]
+      core_s += exchange_s - second_s
+    for r in range(first, first + size):
+      n, tokens = problem.node_of[r], shared_tokens[r] + solo.tokens[r]
+      first_s, then_s = core_s + solo.parents_s[r], second_s + tokens * routed_s
+      of_parents.first[n] = max(of_parents.first[n], first_s)
+      of_parents.then[n] = max(of_parents.then[n], then_s)
+      busy_s[r] += problem.parents_layers * (first_s + then_s)
+  wide_parents, wide_children = widest_parent > problem.node_ranks, widest_child > problem.node_ranks
+  # The nodes that decide; their seconds in a layer of either layout, and in all.
+  by_tokens, by_parents, by_children, by_both = 0, 0, 0, 0
+  most_tokens, parents_s, children_s, both_s = 0.0, 0.0, 0.0, 0.0
+  for n in range(nodes):
+    shared_s = 0.0
+    if problem.routed_spread:
+      shared_s = node_tokens[n] / problem.node_ranks * problem.routed_s
+      shared_s += most_of_node[n] * problem.expert_exchange_s
+    of_parents_s, of_children_s = of_parents.first[n], of_children.first[n]
+    if wide_parents:
+      of_parents_s = of_parents.first.max()
+    if wide_children:
+      of_children_s = of_children.first.max()
+    of_parents_s += of_parents.then[n] + shared_s
+    of_children_s += of_children.then[n] + shared_s
+    together_s = problem.parents_layers * of_parents_s + problem.children_layers * of_children_s
+    if most_of_node[n] > most_tokens:
+      most_tokens, by_tokens = most_of_node[n], n
+    if of_parents_s > parents_s:
+      parents_s, by_parents = of_parents_s, n
+    if of_children_s > children_s:
+      children_s, by_children = of_children_s, n
+    if together_s > both_s:
+      both_s, by_both = together_s, n
+  if wide_parents:
+    by_parents = int(np.argmax(of_parents.first))
+  if problem.all_meet:
+    both_s = problem.parents_layers * parents_s + problem.children_layers * children_s
+  even_s = (busy_s * busy_s).sum() / (ranks * max(both_s, 1e-30))
+  tokens = shared_tokens + solo.tokens
+  even_s += (tokens * tokens).sum() / (ranks * max(most_tokens, 1e-30)) * problem.own_s
+  seconds = most_tokens * problem.own_s + both_s + EVENNESS * even_s
+  seconds += problem.parents_layers * problem.span_latency_s[int(wide_parents)]
+  seconds += problem.children_layers * problem.span_latency_s[int(wide_children)]
+  return Judged(seconds, (by_tokens, by_parents, by_children, by_both))
+
+
+# --- both -------------------------------------------------------------------------------------------------
+
+
+@compiled
+def most_tokens(layout: Layout) -> float:
+  """Returns the tokens of the fullest rank."""
+  children, solo = layout.children, layout.solo
+  most = 0.0
+  for c in range(children.number[0]):
+    first, size = children.first[c], children.size[c]
+    most = max(most, np.ceil(children.tokens[c] / size) + solo.tokens[first : first + size].max())
+  return most
 
 
 @compiled

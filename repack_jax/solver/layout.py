@@ -222,15 +222,18 @@ def _place_solo(problem: Problem, degree: np.ndarray, parents: Groups, children:
     return True, solo
   held, busy_s = _rank_work(problem, parents, children)
   price = problem.step_s.sum() / problem.tokens.sum()
+  most, loads = problem.capacity + problem.solo_slack, np.empty(problem.ranks)
   for s in range(len(problem.tokens)):
     if degree[s] != 0:
       continue
+    tokens, seconds = problem.tokens[s], problem.step_s[s]
+    for r in range(problem.ranks):  # apart from the search for the least, so that it can be vectorized
+      after = held[r] + tokens
+      loads[r] = max(busy_s[r] + seconds, after * price) if after <= most else np.inf
     best, best_load = -1, np.inf
     for r in range(problem.ranks):
-      if held[r] + problem.tokens[s] <= problem.capacity + problem.solo_slack:
-        load = max(busy_s[r] + problem.step_s[s], (held[r] + problem.tokens[s]) * price)
-        if load < best_load:
-          best, best_load = r, load
+      if loads[r] < best_load:
+        best, best_load = r, loads[r]
     if best < 0:
       return False, solo
     held[best] += problem.tokens[s]

@@ -7,7 +7,14 @@ from typing import NamedTuple
 import numpy as np
 
 from repack_jax.solver.compiled import compiled
-from repack_jax.solver.degrees import LIMITS, SOLO_LIMITS, degrees_by_limits, make_solo, smallest_degrees
+from repack_jax.solver.degrees import (
+  LIMITS,
+  LIMITS_OF_MANY,
+  SOLO_LIMITS,
+  degrees_by_limits,
+  make_solo,
+  smallest_degrees,
+)
 from repack_jax.solver.improve import improve
 from repack_jax.solver.layout import lay_out
 from repack_jax.solver.problem import Degrees, Groups, Problem, log2
@@ -95,9 +102,10 @@ def _grid(problem: Problem, options: Options, given: Groups) -> _Starts:
   for start in range(count):
     by_step = _by_step(given, start)
     load = (problem.step_loads if by_step else problem.layer_loads)[:, 0].copy()  # contiguous, as tokens are
-    for limit in LIMITS[: len(LIMITS) if choose_parents else 1]:
-      for j in range(len(LIMITS)):
-        if options.use_solo and samples > FEW_SAMPLES and 0 < j < len(LIMITS) - 1:
+    limits = LIMITS if samples <= FEW_SAMPLES else LIMITS[:LIMITS_OF_MANY]
+    for limit in limits[: len(limits) if choose_parents else 1]:
+      for j in range(len(limits)):
+        if options.use_solo and samples > FEW_SAMPLES and 0 < j < len(limits) - 1:
           continue  # left to `_change_limit`
         degrees = degrees_by_limits(problem, options.repack, load, limit, LIMITS[j], options.widest)
         if options.use_solo:
@@ -128,7 +136,7 @@ def _change_limit(
   problem: Problem, options: Options, given: Groups, by_step: bool, best: float, degrees: Degrees
 ) -> float:
   """Changes the children's degrees to those of another limit where that is faster; returns the seconds."""
-  for limit in LIMITS:
+  for limit in LIMITS[:LIMITS_OF_MANY]:
     children = smallest_degrees(problem, problem.tokens, limit, options.widest)
     seconds, _ = lay_out(problem, options.repack, by_step, Degrees(degrees.parents, children), given)
     if seconds < best:

@@ -7,19 +7,20 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from repack_jax.config.run import PlannerConfig
-from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan, PlanError
+from repack_jax.plan.plan import PARENTS, Group, Plan, PlanError
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import Simulated, simulate
-from repack_jax.solver.bins import compositions, micro_batches, spread
+from repack_jax.solver.bins import Items, equal_numbers, micro_batches, spread
 from repack_jax.solver.bounds import lower_bound_s
 from repack_jax.solver.domain import Domain, Layouts
 
 BASELINE = 'parents'  # the mode that is the same system with repacking disabled
-# One micro-batch more than the capacity asks for is tried where there are at most so many samples a rank.
+# More micro-batches than the capacity asks for are tried where there are at most so many samples a rank.
 _FEW_A_RANK = 2
 
 
@@ -103,6 +104,24 @@ def _step_s(step: _Step) -> float:
   return sum(candidate.simulated.step_s for candidate in step)
 
 
+class _Steps(NamedTuple):
+  """What was found for a batch: steps in the config's mode, and with repacking disabled."""
+
+  mode: list[_Step]
+  baseline: list[_Step]
+
+  def add(self, others: _Steps) -> None:
+    for own, more in zip(self, others, strict=True):
+      own.extend(more)
+
+  def add_way(self, planned: Sequence[tuple[_Candidate | None, ...]]) -> None:
+    """Adds the steps of one way to make micro-batches, where all of them have a plan."""
+    for own, found in zip(self, zip(*planned, strict=True), strict=True):
+      step = [candidate for candidate in found if candidate]
+      if len(step) == len(found):
+        own.append(step)
+
+
 class _Batch:
   """The samples of a step, and their plans in the config's mode and with repacking disabled."""
 
@@ -116,7 +135,7 @@ class _Batch:
         'PlannerConfig.capacity_tokens'
       )
     self.longest_first = np.argsort(-lengths, kind='stable')
-    self.work_s = costs.attention_s(lengths, PARENTS if costs.layers_in(PARENTS) else CHILDREN)
+    self.load_s = _load_s(lengths, costs, config)
     self.modes = (config.mode, 'static' if config.mode == 'static' else BASELINE)
 
   def solve(self) -> tuple[_Step, _Step]:
@@ -124,19 +143,36 @@ class _Batch:
     samples = len(self.lengths)
     if not samples:
       return [], []
-    room = self.cluster.num_ranks * self.config.capacity_tokens
-    count = max(1, -(-int(self.lengths.sum()) // room))
-    of_mode, baselines = self._steps(count)
-    while not baselines:
+    count = max(1, -(-int(self.lengths.sum()) // self._room(self.cluster.num_ranks)))
+    steps = self._steps(count)
+    while not steps.baseline:
       count += 1
       assert count <= samples, 'a sample that has a micro-batch for itself fits'
-      of_mode, baselines = map(list.__add__, (of_mode, baselines), self._steps(count))
-    # Where few samples fill the ranks unevenly, one micro-batch more may be faster. Whether it is tried
-    # depends on the batch and the baseline alone, so that no mode misses what another one finds.
-    few = count < samples <= _FEW_A_RANK * self.cluster.num_ranks * count
-    if few and self._least_s(count + 1) < min(map(_step_s, baselines)):
-      of_mode, baselines = map(list.__add__, (of_mode, baselines), self._steps(count + 1))
-    return min(of_mode, key=_step_s), min(baselines, key=_step_s)
+      steps = self._steps(count)
+    if samples <= _FEW_A_RANK * self.cluster.num_ranks * count:
+      self._try_more(count, steps)
+    return min(steps.mode, key=_step_s), min(steps.baseline, key=_step_s)
+
+  def _room(self, ranks: int) -> int:
+    return ranks * self.config.capacity_tokens
+
+  def _try_more(self, count: int, steps: _Steps) -> None:
+    """Adds steps of more micro-batches: few samples may fill the ranks unevenly in the fewest.
+
+    One more, and as many as have a group of one degree for each sample. What is tried depends on the batch
+    and the baseline alone, so that no mode misses what another one finds.
+    """
+    samples, ranks = len(self.lengths), self.cluster.num_ranks
+    if count < samples and self._least_s(count + 1) < min(map(_step_s, steps.baseline)):
+      steps.add(self._steps(count + 1))
+    for degree in self.costs.degrees(self.config):
+      each = ranks // degree
+      more = -(-samples // each)
+      if samples <= each or more > 2 * count + 1 or self._least_s(more) >= min(map(_step_s, steps.baseline)):
+        continue
+      way = equal_numbers(self._items(self.longest_first), each, self._room(ranks))
+      if way:
+        steps.add_way([self._plan(self.longest_first[part]) for part in way])
 
   def _least_s(self, count: int) -> float:
     """Seconds below which no plans in so many micro-batches can be, the update aside."""
@@ -147,20 +183,16 @@ class _Batch:
       seconds += (count * config.capacity_tokens - mean_tokens) * costs.slot_s
     return seconds
 
-  def _steps(self, count: int) -> tuple[list[_Step], list[_Step]]:
-    """The steps of so many micro-batches in which all samples fit: of the mode, and of the baseline."""
-    of_mode: list[_Step] = []
-    baselines: list[_Step] = []
+  def _items(self, samples: np.ndarray) -> Items:
+    return Items(self.lengths[samples], self.load_s[samples])
+
+  def _steps(self, count: int) -> _Steps:
+    """The steps of so many micro-batches in which all samples fit."""
+    steps = _Steps([], [])
     samples = self.longest_first
-    room = self.cluster.num_ranks * self.config.capacity_tokens
-    for composition in compositions(count):
-      parts = micro_batches(self.lengths[samples], self.work_s[samples], count, room, composition)
-      planned = [self._plan(samples[part]) for part in parts or ()]
-      for steps, found in zip((of_mode, baselines), zip(*planned, strict=True), strict=False):
-        step = [candidate for candidate in found if candidate]
-        if len(step) == len(found):
-          steps.append(step)
-    return of_mode, baselines
+    for way in micro_batches(self._items(samples), count, self._room(self.cluster.num_ranks)):
+      steps.add_way([self._plan(samples[part]) for part in way])
+    return steps
 
   def _plan(self, samples: np.ndarray) -> tuple[_Candidate | None, ...]:
     """A micro-batch's fastest plan by simulation, in the mode and in the baseline's; None: it doesn't fit.
@@ -168,8 +200,7 @@ class _Batch:
     Args:
       samples: int64 [n], longest first.
     """
-    room = self.cluster.domain_ranks * self.config.capacity_tokens
-    parts = spread(self.lengths[samples], self.work_s[samples], self.cluster.domains, room)
+    parts = spread(self._items(samples), self.cluster.domains, self._room(self.cluster.domain_ranks))
     if parts is None:
       return None, None
     domains = [
@@ -181,12 +212,10 @@ class _Batch:
     played: dict[tuple[str, ...], _Candidate] = {}
 
     def candidates(ways: Sequence[str]) -> Iterator[_Candidate]:
-      """Yields what fits: all domains in one way, and each in the one that is judged fastest for it."""
-      fitting = [[way for way in ways if way in of] for of in found]
-      choices = [(way,) * len(found) for way in ways if all(way in of for of in fitting)]
-      if all(fitting):
-        choices.append(tuple(min(of, key=lambda way: layouts[way].judged_s)
-                             for of, layouts in zip(fitting, found, strict=True)))  # fmt: skip
+      """Yields what fits: all domains in one way, and each in its own."""
+      choices = [(way,) * len(found) for way in ways if all(way in of for of in found)]
+      if len(found) > 1 and (mixed := self._mixed(found, ways)):
+        choices.append(mixed)
       for choice in choices:
         if choice not in played:
           plan = self._built(domains, [of[way] for of, way in zip(found, choice, strict=True)])
@@ -196,6 +225,31 @@ class _Batch:
     return tuple(
       min(candidates(ways), key=lambda item: item.simulated.step_s, default=None) for ways in allowed
     )
+
+  def _mixed(self, found: Sequence[dict[str, Layouts]], ways: Sequence[str]) -> tuple[str, ...] | None:
+    """The way of each domain that makes the slowest of them fastest; None where one fits in no way.
+
+    All work on as many slots as the fullest rank of any domain needs: so for each number of slots, the
+    fastest that need no more.
+    """
+    fitting = [[way for way in ways if way in of] for of in found]
+    if not all(fitting):
+      return None
+    slot_s = self.costs.slot_s
+
+    def chosen(most_tokens: float) -> tuple[float, tuple[str, ...]] | None:
+      seconds, choice = 0.0, []
+      for of, ways_of in zip(found, fitting, strict=True):
+        allowed = [way for way in ways_of if of[way].most_tokens <= most_tokens]
+        if not allowed:
+          return None
+        rest_s = {way: of[way].judged_s - of[way].most_tokens * slot_s for way in allowed}
+        choice.append(min(allowed, key=rest_s.__getitem__))
+        seconds = max(seconds, rest_s[choice[-1]])
+      return seconds + slot_s * most_tokens, tuple(choice)
+
+    slots = {of[way].most_tokens for of, ways_of in zip(found, fitting, strict=True) for way in ways_of}
+    return min(filter(None, map(chosen, sorted(slots))))[1]
 
   def _built(self, domains: Sequence[Domain], layouts: Sequence[Layouts]) -> Plan:
     """A plan from each domain's layouts."""
@@ -243,3 +297,19 @@ def _in_threads(
     return list(map(function, domains))
   with ThreadPoolExecutor(min(cores, len(domains))) as threads:
     return list(threads.map(function, domains))
+
+
+def _load_s(lengths: np.ndarray, costs: Costs, config: PlannerConfig) -> np.ndarray:
+  """Rank-seconds of each sample in a step, float64 [samples]: to balance domains by.
+
+  Computation, and its exchanges in a group in which it would take no more than its rank's share of attention.
+  """
+  attention_s = costs.all_attention_s(lengths)
+  share_s = attention_s.sum() / costs.cluster.num_ranks
+  exchange_s = np.zeros(len(lengths))
+  for degree in reversed(costs.degrees(config)):
+    enough = (attention_s <= degree * share_s) & (lengths <= degree * config.capacity_tokens)
+    of_layer_s = 2 * lengths * costs.exchange_s(degree)
+    exchange_s = np.where(enough | (degree == costs.degrees(config)[-1]), of_layer_s, exchange_s)
+  own_s = costs.slot_s + (1 + costs.linear_backward) * sum(layer.routed_s for layer in costs.layers)
+  return lengths * own_s + attention_s + costs.layers_in(PARENTS) * exchange_s
