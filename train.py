@@ -104,7 +104,7 @@ class Setup:
     if workdir is not None:
       hooks.append(Every(self.run.train.draw_every_steps, lambda planned: _draw(self.run, workdir, planned)))
     batches = Batcher(self.run.data, self.source, data_state, self.index)
-    return planned_steps(self.run, batches, self.step.program, self.step.put, hooks)
+    return planned_steps(self.run, batches, self.step.put, hooks)
 
 
 def train(run: RunConfig, workdir: Path) -> int:

@@ -102,8 +102,11 @@ class PlannerConfig:
       reach).
     solo: whether `solve` may put short samples alone on a rank.
     capacity_tokens: token slots of a rank at most.
-    capacity_step_tokens: a plan's program has as many slots a rank as its fullest rank needs, rounded up to a
-      multiple of this; one program is compiled for each number. 0 always takes `capacity_tokens`.
+    capacity_step_tokens: a plan has as many slots a rank as its fullest rank needs, rounded up to a multiple
+      of this. 0 always takes `capacity_tokens`, so that plans differ in no slots and share programs.
+    compile_s: seconds that compiling a program is reckoned to take: a plan runs on a program that there is,
+      with more slots or a wider span than it needs, unless one of its own would save more than that over the
+      rest of the run.
     max_sp_degree: widest group the planner makes.
     static_sp_degree: the degree of mode `static`; 0 takes the smallest that holds a sample of
       `DataConfig.max_document_tokens`.
@@ -114,6 +117,7 @@ class PlannerConfig:
   solo: bool = True
   capacity_tokens: int = 512
   capacity_step_tokens: int = 0
+  compile_s: float = 120.0
   max_sp_degree: int = 32
   static_sp_degree: int = 0
   lookahead_steps: int = 2
@@ -122,7 +126,7 @@ class PlannerConfig:
     check_types(self)
     check_choice(self, mode=MODES)
     check_min(self, 1, 'capacity_tokens', 'lookahead_steps')
-    check_min(self, 0, 'capacity_step_tokens')
+    check_min(self, 0, 'capacity_step_tokens', 'compile_s')
     require(
       is_power_of_two(self.max_sp_degree), 'PlannerConfig.max_sp_degree', self.max_sp_degree,
       'must be a power of two',

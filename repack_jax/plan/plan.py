@@ -61,6 +61,14 @@ class Program(NamedTuple):
     widest = min(self.widest_degree, self.span(layout))
     return tuple(1 << i for i in range(widest.bit_length()))
 
+  def serves(self, plan: Plan) -> bool:
+    """Returns whether this program can run the plan."""
+    try:
+      self.check(plan)
+    except PlanError:
+      return False
+    return True
+
   def check(self, plan: Plan) -> None:
     """Raises PlanError, with what to do, unless this program can run the plan.
 

@@ -32,6 +32,7 @@ class Layouts:
   Attributes:
     judged_s: the seconds that it is judged to take.
     most_tokens: of its fullest rank.
+    wide_children: whether a child lies on several nodes.
   """
 
   parents: list[Group]
@@ -39,6 +40,7 @@ class Layouts:
   solo: list[Group]
   judged_s: float
   most_tokens: float
+  wide_children: bool
 
 
 class _Found(NamedTuple):
@@ -132,7 +134,8 @@ class Domain:
     ranks = self._problem.ranks
     alone = self._members(layout.solo.of, ranks)
     solo = [Group(rank, 1, samples) for rank, samples in enumerate(alone) if samples]
-    return Layouts(parents, children, solo, found.seconds, most_tokens(layout))
+    wide = any(child.size > self._problem.node_ranks for child in children)
+    return Layouts(parents, children, solo, found.seconds, most_tokens(layout), wide)
 
   def _groups(self, of: np.ndarray, found: Groups) -> list[Group]:
     count = int(found.number[0])

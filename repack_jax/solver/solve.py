@@ -214,8 +214,12 @@ class _Batch:
     def candidates(ways: Sequence[str]) -> Iterator[_Candidate]:
       """Yields what fits: all domains in one way, and each in its own."""
       choices = [(way,) * len(found) for way in ways if all(way in of for of in found)]
-      if len(found) > 1 and (mixed := self._mixed(found, ways)):
-        choices.append(mixed)
+      if len(found) > 1:
+        # A child between nodes in one domain makes exchanges of all span nodes: with such ones, and without.
+        in_nodes = [
+          {way: layouts for way, layouts in of.items() if not layouts.wide_children} for of in found
+        ]
+        choices += filter(None, (self._mixed(of, ways) for of in (found, in_nodes)))
       for choice in choices:
         if choice not in played:
           plan = self._built(domains, [of[way] for of, way in zip(found, choice, strict=True)])
@@ -300,9 +304,10 @@ def _in_threads(
 
 
 def _load_s(lengths: np.ndarray, costs: Costs, config: PlannerConfig) -> np.ndarray:
-  """Rank-seconds of each sample in a step, float64 [samples]: to balance domains by.
+  """Rank-seconds of each sample in a step, float64 [samples]: what domains balance besides tokens.
 
-  Computation, and its exchanges in a group in which it would take no more than its rank's share of attention.
+  Attention, experts, and the exchanges in a group in which it takes no more than a rank's share of attention.
+  What runs on all slots is left out: the fullest rank of any domain decides on them for all.
   """
   attention_s = costs.all_attention_s(lengths)
   share_s = attention_s.sum() / costs.cluster.num_ranks
@@ -311,5 +316,5 @@ def _load_s(lengths: np.ndarray, costs: Costs, config: PlannerConfig) -> np.ndar
     enough = (attention_s <= degree * share_s) & (lengths <= degree * config.capacity_tokens)
     of_layer_s = 2 * lengths * costs.exchange_s(degree)
     exchange_s = np.where(enough | (degree == costs.degrees(config)[-1]), of_layer_s, exchange_s)
-  own_s = costs.slot_s + (1 + costs.linear_backward) * sum(layer.routed_s for layer in costs.layers)
-  return lengths * own_s + attention_s + costs.layers_in(PARENTS) * exchange_s
+  routed_s = (1 + costs.linear_backward) * sum(layer.routed_s for layer in costs.layers)
+  return lengths * routed_s + attention_s + costs.layers_in(PARENTS) * exchange_s

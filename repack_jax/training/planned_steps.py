@@ -14,9 +14,9 @@ from repack_jax.plan.arrays import NO_TARGET, PlanArrays, pack
 from repack_jax.plan.plan import Plan, Program
 from repack_jax.predict.cost_model import model_costs
 from repack_jax.solver import Solution, solve
+from repack_jax.solver.programs import Programs
 from repack_jax.training.hooks import Every, call_hooks
 
-ProgramOf = Callable[[Plan], Program]
 Put = Callable[[PlanArrays], Any]
 
 
@@ -59,21 +59,21 @@ class PlannedStep:
 def planned_steps(
   run: RunConfig,
   batches: Iterable[Batch],
-  program_of: ProgramOf,
   put: Put,
   hooks: Sequence[Every[PlannedStep]] = (),
 ) -> Iterator[PlannedStep]:
   """Yields each batch, planned and packed.
 
   Args:
-    program_of, put: of the step that runs them: the program for a plan, and arrays to the devices.
+    put: brings arrays to the devices of the step that runs them.
     hooks: called with steps as they are planned, in the thread that plans ahead.
   """
   costs, planner = model_costs(run.cluster, run.model), run.batch_planner
+  chooser = Programs(costs, planner, run.train.steps)
   for batch in batches:
     start = time.perf_counter()
     solution = solve([len(sample) for sample in batch.samples], costs, planner)
-    programs = tuple(program_of(plan) for plan in solution.plans)
+    programs = chooser.choose(batch.index + 1, solution.plans)
     arrays = tuple(
       put(pack(plan, batch.samples, program)) for plan, program in zip(solution.plans, programs, strict=True)
     )
