@@ -12,14 +12,13 @@ from planner_cases import PlanCase
 
 from repack_jax.data.lengths import Histogram
 from repack_jax.plan.plan import Plan
-from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import simulate
 from repack_jax.solver import Solution, solve
 
 Files = Mapping[str, 'np.ndarray | Histogram']
 Rows = list[dict[str, Any]]
 
-COMPARED = ('parents', 'repack', 'solve')  # modes, in the order of what they allow
+COMPARED = ('parents', 'parents_solo', 'repack', 'solve')  # modes, in the order of what they allow
 
 
 def solution_of(case: PlanCase, mode: str) -> Solution:
@@ -36,23 +35,14 @@ def step_s(plans: Sequence[Plan], case: PlanCase) -> float:
   That is the optimizer, and the parameter collectives of as many micro-batches as the batch's tokens fill. A
   micro-batch more counts with its collectives. Without one, it is the sum of `predicted_s`.
   """
-  unavoidable_s = fewest_micro_batches(case) * parameters_s(case.costs) + case.costs.optimizer_s
+  assert case.costs.cluster.prefetch_layers == 0, 'what collectives that run ahead hide depends on the plans'
+  unavoidable_s = fewest_micro_batches(case) * case.costs.shown_parameters_s + case.costs.optimizer_s
   return simulate(case.costs, plans).step_s - unavoidable_s
 
 
 def fewest_micro_batches(case: PlanCase) -> int:
   """As many as hold the tokens, if samples could be cut anywhere."""
   return -(-int(case.lengths.sum()) // (case.costs.cluster.num_ranks * case.config.capacity_tokens))
-
-
-def parameters_s(costs: Costs) -> float:
-  """Parameter collectives of a micro-batch where ranks meet at each layer, as the simulator plays them."""
-  assert costs.cluster.prefetch_layers == 0, (
-    'collectives that run ahead are hidden, by an amount that depends'
-  )
-  layers_s = sum(2 * layer.gather_s + layer.reduce_s for layer in costs.layers)
-  tables_s = costs.vocabulary_tables * (costs.table_gather_s + costs.table_reduce_s)
-  return layers_s + tables_s + costs.data_reduce_s
 
 
 def timed(make: Callable[[], Sequence[Plan]]) -> tuple[Sequence[Plan], float]:

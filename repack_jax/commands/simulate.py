@@ -10,10 +10,13 @@ evenly by all ranks: no communication, no padding, no waiting.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 from tqdm import tqdm
 
 from repack_jax.checks import ConfigError
@@ -21,25 +24,36 @@ from repack_jax.commands import command_line
 from repack_jax.config import RunConfig
 from repack_jax.config.gin_files import load
 from repack_jax.data.lengths import length_batches, read_lengths
-from repack_jax.plan.plan import PARENTS
+from repack_jax.plan.plan import PARENTS, Plan
 from repack_jax.predict import sizes as memory
 from repack_jax.predict.cost_model import model_costs
+from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import COMPUTE, TRANSFER, WAIT, Simulated, simulate
 from repack_jax.report.words import amount, describe_cluster, describe_model, describe_rates
 from repack_jax.solver import SampleTooLong
 from repack_jax.solver.bounds import compute_bound_s
-from repack_jax.solver.compare import BASELINE, SIMULATED_MODES, simulate_modes
+from repack_jax.solver.compare import (
+  BASELINE,
+  REDISTRIBUTE,
+  SIMULATED_MODES,
+  SOLVE_NO_SOLO,
+  config_of,
+  simulate_modes,
+)
+from repack_jax.solver.programs import Programs
 
 BOUND = 'bound'
 # What the training step cannot do yet, played on the plans of `solve`: exchanges in so many chunks of heads
 # that overlap the attention core.
-WHAT_IF = {'solve, exchanges in 4 chunks': 4}
-# Layerwise Repacking as published, on the steps with SP16/32 parents: (step time in %, MFU in points).
-PUBLISHED = {'repack': (-5.95, 3.75), 'solve': (-7.61, 4.83)}
+WHAT_IF = {'what if: solve in 4 chunks': 4}
+# Layerwise Repacking as published, on the steps with SP16/32 parents: (step time in %, MFU in points). Its
+# solver knows no solo samples.
+PUBLISHED = {'repack': (-5.95, 3.75), SOLVE_NO_SOLO: (-7.61, 4.83)}
+ROWS = (*SIMULATED_MODES, *WHAT_IF, BOUND)
 
 
 class Tally:
-  """What is summed up over some of the steps, for each mode."""
+  """What is summed up over some of the steps of one order of the lengths, for each mode."""
 
   def __init__(self) -> None:
     self.steps = 0
@@ -57,36 +71,100 @@ class Tally:
       for cause, seconds in step.seconds.items():
         causes[cause] += float(seconds.mean())  # type: ignore[assignment]
 
-  def mean_s(self, name: str) -> float:
-    return self.step_s[name] / self.steps
+  def change(self, name: str) -> float:
+    """Returns the change of the step's time against the baseline, in percent."""
+    return 100 * (self.step_s[name] / self.step_s[BASELINE] - 1)
 
-  def mfu(self, name: str, run: RunConfig) -> float:
+
+class Played:
+  """Steps of several orders of the lengths: those whose parents cross nodes in the baseline, and all.
+
+  Attributes:
+    wide, everything: one tally a seed.
+    widest: widest parent of the baseline -> steps.
+    crossing: steps of a mode in which its own parents cross nodes.
+    programs: compiled programs of a mode, the most of any seed.
+    own_s: seconds of all steps if each plan had a program of its own.
+  """
+
+  def __init__(self, run: RunConfig):
+    self.run = run
+    self.wide: list[Tally] = []
+    self.everything: list[Tally] = []
+    self.widest: Counter[int] = Counter()
+    self.crossing: Counter[str] = Counter()
+    self.programs: Counter[str] = Counter()
+    self.own_s: Counter[str] = Counter()
+
+  def mean_s(self, tallies: Sequence[Tally], name: str) -> float:
+    return sum(tally.step_s[name] for tally in tallies) / sum(tally.steps for tally in tallies)
+
+  def mfu(self, tallies: Sequence[Tally], name: str) -> float:
     """Returns the MFU of all these steps together; 0 where the cluster's peak is unknown."""
-    peak = run.cluster.peak_flops_per_s * run.cluster.num_ranks
-    return self.model_flops / (self.step_s[name] * peak) if peak else 0.0
+    peak = self.run.cluster.peak_flops_per_s * self.run.cluster.num_ranks
+    seconds = sum(tally.step_s[name] for tally in tallies)
+    return sum(tally.model_flops for tally in tallies) / (seconds * peak) if peak else 0.0
+
+  def changes(self, tallies: Sequence[Tally], name: str) -> list[float]:
+    """Returns the change of each seed that has such steps, in percent."""
+    return [tally.change(name) for tally in tallies if tally.steps]
+
+  def lost_points(self, name: str) -> float:
+    """Returns the points of MFU that sharing programs costs."""
+    mfu, shared_s = self.mfu(self.everything, name), sum(tally.step_s[name] for tally in self.everything)
+    return 100 * mfu * (shared_s / self.own_s[name] - 1)
 
 
-def play(run: RunConfig) -> tuple[Tally, Tally, Counter[int]]:
-  """Returns the steps whose parents cross nodes in the baseline, all steps, and widest parent -> steps."""
-  batches = length_batches(read_lengths(run.simulator.lengths, run.data), run.data, run.simulator)
-  wide, everything, widest = Tally(), Tally(), Counter[int]()
-  costs = model_costs(run.cluster, run.model)
-  for _ in tqdm(range(run.simulator.steps), unit='step', desc='simulating', disable=None):
-    lengths = next(batches)
-    try:
-      found = simulate_modes(lengths, costs, run.batch_planner, SIMULATED_MODES)
-    except SampleTooLong as error:
-      raise ConfigError(f'{run.simulator.lengths}: {error}') from None
-    played = {mode: step for mode, (_, step) in found.items()}
-    for name, chunks in WHAT_IF.items():
-      played[name] = simulate(costs, found['solve'][0], exchange_chunks=chunks)
-    bound_s = compute_bound_s(lengths, costs)
-    everything.add(played, bound_s)
-    degree = max(plan.widest(PARENTS) for plan in found[BASELINE][0])
-    widest[degree] += 1
-    if degree > run.cluster.ranks_per_node:
-      wide.add(played, bound_s)
-  return wide, everything, widest
+def play(run: RunConfig) -> Played:
+  """Returns the steps of all seeds, each mode on the programs that it would compile."""
+  played = Played(run)
+  costs, planner, simulator = model_costs(run.cluster, run.model), run.batch_planner, run.simulator
+  file = read_lengths(simulator.lengths, run.data)
+  total = simulator.seeds * simulator.steps
+  with tqdm(total=total, unit='step', desc='simulating', disable=None) as bar:
+    for seed in range(simulator.seed, simulator.seed + simulator.seeds):
+      batches = length_batches(file, run.data, dataclasses.replace(simulator, seed=seed))
+      programs = {
+        mode: Programs(costs, config_of(planner, mode), simulator.steps) for mode in SIMULATED_MODES
+      }
+      played.wide.append(Tally())
+      played.everything.append(Tally())
+      for step in range(1, simulator.steps + 1):
+        lengths = next(batches)
+        try:
+          found = simulate_modes(lengths, costs, planner, SIMULATED_MODES)
+        except SampleTooLong as error:
+          raise ConfigError(f'{simulator.lengths}: {error}') from None
+        _add_step(played, costs, lengths, found, programs, step)
+        bar.update()
+      for mode, of in programs.items():
+        played.programs[mode] = max(played.programs[mode], len(of.compiled))
+  return played
+
+
+def _add_step(
+  played: Played,
+  costs: Costs,
+  lengths: np.ndarray,
+  found: dict[str, tuple[tuple[Plan, ...], Simulated]],
+  programs: dict[str, Programs],
+  step: int,
+) -> None:
+  node_ranks = played.run.cluster.ranks_per_node
+  as_run = {}
+  for mode, (plans, own) in found.items():
+    chosen = programs[mode].choose(step, plans)
+    as_run[mode] = simulate(costs, plans, programs=chosen, redistribute=mode == REDISTRIBUTE)
+    played.own_s[mode] += own.step_s  # type: ignore[assignment]
+    played.crossing[mode] += max(plan.widest(PARENTS) for plan in plans) > node_ranks
+  for name, chunks in WHAT_IF.items():
+    as_run[name] = simulate(costs, found['solve'][0], exchange_chunks=chunks)
+  bound_s = compute_bound_s(lengths, costs)
+  played.everything[-1].add(as_run, bound_s)
+  widest = max(plan.widest(PARENTS) for plan in found[BASELINE][0])
+  played.widest[widest] += 1
+  if widest > node_ranks:
+    played.wide[-1].add(as_run, bound_s)
 
 
 def describe(run: RunConfig) -> str:
@@ -111,49 +189,78 @@ def describe(run: RunConfig) -> str:
   return (
     f'cluster  {describe_cluster(run)}; {describe_rates(run)}\n'
     f'model    {describe_model(run.model)}; {amount(memory.total_parameters(run.model), "")}parameters\n'
-    f'batches  {simulator.steps} of at most {data.batch_tokens:,} tokens from {simulator.lengths}{tail}, '
+    f'batches  {simulator.seeds} x {simulator.steps} of at most {data.batch_tokens:,} tokens from '
+    f'{simulator.lengths}{tail}, '
     f'longest {data.max_document_tokens:,} ({data.long_documents} beyond){grouping}\n'
     f'memory   about {amount(total, "B")}{room} a rank ({parts}){warning}'
   )
 
 
-def comparison(tally: Tally, run: RunConfig, published: bool) -> str:
-  """Returns a row a mode: step time and MFU, against the baseline and the bound."""
-  base_s, bound_s = tally.mean_s(BASELINE), tally.mean_s(BOUND)
-  lines = [f'{"mode":<38}{"step s":>8}{"change":>9}{"MFU":>8}{"points":>8}{"way to bound":>14}']
-  if published:
-    lines[0] += f'{"published":>21}'
-  for name in (*SIMULATED_MODES, BOUND, *WHAT_IF):
-    seconds, mfu = tally.mean_s(name), tally.mfu(name, run)
-    way = (base_s - seconds) / (base_s - bound_s) if base_s > bound_s else 0.0
-    shown = f'what if: {name}' if name in WHAT_IF else name
-    line = f'{shown:<38}{seconds:>8.4f}{100 * (seconds / base_s - 1):>+8.2f}%'
-    line += f'{100 * mfu:>7.2f}%{100 * (mfu - tally.mfu(BASELINE, run)):>+8.2f}{100 * way:>13.0f}%'
-    if published and name in PUBLISHED:
-      change, points = PUBLISHED[name]
-      line += f'{change:>+11.2f}%{points:>+9.2f}'
-    lines.append(line)
+def comparison(played: Played) -> str:
+  """Returns a row a mode: step time and MFU against the baseline, on the wide steps and on all."""
+  run, wide, everything = played.run, played.wide, played.everything
+  groups = [(wide, 'parents cross nodes'), (everything, 'all steps')]
+  lines = [f'{"":<27}']
+  for tallies, title in groups:
+    steps = sum(tally.steps for tally in tallies)
+    lines[0] += f'| {f"{title}: {steps} steps":<{44 if tallies is wide else 29}}'
+  head = f'{"change":>9}{"spread":>7}{"MFU":>7}{"points":>7}'
+  lines += [f'{"mode":<27}|{head}{"published":>15}|{head} |{"crossing":>9}{"programs":>9}{"lost":>6}']
+  for name in ROWS:
+    line = f'{name:<27}'
+    for tallies, _ in groups:
+      line += '|' + _cells(played, tallies, name)
+      if tallies is wide:
+        change, points = PUBLISHED.get(name, (0, 0))
+        line += f'{change:>+8.2f}%{points:>+6.2f}' if change else ' ' * 15
+    line += ' |'
+    if name in played.programs:
+      lost = f'{played.lost_points(name):>6.2f}' if run.cluster.peak_flops_per_s else ''
+      line += f'{played.crossing[name]:>9}{played.programs[name]:>9}{lost}'
+    lines.append(line.rstrip())
   return '\n'.join(lines)
 
 
-def causes(tally: Tally) -> str:
+def _cells(played: Played, tallies: Sequence[Tally], name: str) -> str:
+  changes = played.changes(tallies, name)
+  if not changes:
+    return f'{"-":>9}{"":>7}{"":>7}{"":>7}'
+  mfu, base = (100 * played.mfu(tallies, row) for row in (name, BASELINE))
+  spread = f'{max(changes) - min(changes):.2f}' if len(changes) > 1 else '-'
+  return f'{np.mean(changes):>+8.2f}%{spread:>7}{mfu:>6.1f}%{mfu - base:>+7.2f}'
+
+
+LEGEND = """\
+change: of the step's time against `parents`, mean of the seeds; spread: largest less smallest of them.
+MFU, and points of it against `parents`. crossing: steps in which the mode's own parents cross nodes.
+programs: that a run compiles, the most of any seed; lost: points of MFU that sharing them costs."""
+
+
+def causes(tallies: Sequence[Tally]) -> str:
   """Returns a row a cause: seconds of a step in each mode, mean over ranks."""
-  names = list(SIMULATED_MODES)
-  lines = [f'{"seconds a step, mean of ranks":<30}' + ''.join(f'{name:>14}' for name in names)]
+  names, steps = list(SIMULATED_MODES), sum(tally.steps for tally in tallies)
+  tallies = [tally for tally in tallies if tally.steps]
+  lines = [f'{"seconds a step, mean of ranks":<30}' + ''.join(f'{name:>15}' for name in names)]
   for family in (COMPUTE, TRANSFER, WAIT):
     for cause in family:
-      values = [tally.causes_s[name][cause] / tally.steps for name in names]
+      values = [sum(tally.causes_s[name][cause] for tally in tallies) / steps for name in names]
       if any(values):
-        lines.append(f'{cause:<30}' + ''.join(f'{value:>14.4f}' for value in values))
+        lines.append(f'{cause:<30}' + ''.join(f'{value:>15.4f}' for value in values))
   return '\n'.join(lines)
 
 
-def results(tally: Tally, run: RunConfig) -> dict[str, dict[str, float]]:
-  """Returns mode -> its mean step seconds and MFU; no modes where there were no such steps."""
-  if not tally.steps:
+def results(played: Played, tallies: Sequence[Tally]) -> dict[str, Any]:
+  """Returns mode -> its mean step seconds, MFU and change of each seed; no modes where there are no steps."""
+  if not any(tally.steps for tally in tallies):
     return {}
-  names = (*SIMULATED_MODES, BOUND, *WHAT_IF)
-  return {name: {'step_s': tally.mean_s(name), 'mfu': tally.mfu(name, run)} for name in names}
+  return {
+    name: {
+      'step_s': played.mean_s(tallies, name),
+      'mfu': played.mfu(tallies, name),
+      'change_percent': played.changes(tallies, name),
+    }
+    for name in ROWS
+  }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -165,21 +272,24 @@ def main(argv: Sequence[str] | None = None) -> None:
   args = parser.parse_args(argv)
   run = load(args.config, args.set)
   print(describe(run), flush=True)
-  wide, everything, widest = play(run)
-  spread = ', '.join(f'SP{degree}: {count}' for degree, count in sorted(widest.items()))
-  print(f'\nwidest parent of the baseline: {spread}; simulated')
-  for tally, title in ((wide, 'steps whose parents cross nodes'), (everything, 'all steps')):
-    if tally.steps:
-      print(f'\n{tally.steps} {title}\n{comparison(tally, run, published=tally is wide)}\n\n{causes(tally)}')
+  played = play(run)
+  spread = ', '.join(f'SP{degree}: {count}' for degree, count in sorted(played.widest.items()))
+  base_s = played.mean_s(played.everything, BASELINE)
+  print(f'\nwidest parent of the baseline: {spread}; its step takes {base_s:.4f} s on average; simulated')
+  print(f'\n{comparison(played)}\n\n{LEGEND}')
+  for tallies, title in ((played.wide, 'where parents cross nodes'), (played.everything, 'all steps')):
+    if any(tally.steps for tally in tallies):
+      print(f'\n{title}\n{causes(tallies)}')
   if args.json:
     report = {
-      'steps': everything.steps,
-      'wide_steps': wide.steps,
-      'wide': results(wide, run),
-      'all': results(everything, run),
-      'wide_causes_s': {
-        name: {c: s / wide.steps for c, s in of.items()} for name, of in wide.causes_s.items()
-      },
+      'seeds': run.simulator.seeds,
+      'steps': sum(tally.steps for tally in played.everything),
+      'wide_steps': sum(tally.steps for tally in played.wide),
+      'wide': results(played, played.wide),
+      'all': results(played, played.everything),
+      'programs': dict(played.programs),
+      'crossing_steps': dict(played.crossing),
+      'lost_points': {mode: played.lost_points(mode) for mode in SIMULATED_MODES},
     }
     args.json.write_text(json.dumps(report, indent=2) + '\n')
 

@@ -21,7 +21,7 @@ from repack_jax.plan.wire import Wire
 
 # The modes of the planner, and the ways to lay out samples that each may choose from. A mode is never slower,
 # by the simulator, than one that allows fewer.
-_WAYS = {
+WAYS = {
   'static': ('static',),
   'parents': ('static', 'parents'),
   'parents_solo': ('static', 'parents', 'parents_solo'),
@@ -29,7 +29,7 @@ _WAYS = {
   'solve': ('static', 'parents', 'repack', 'solve', 'parents_solo', 'solve_solo'),
 }
 _SOLO_WAYS = ('parents_solo', 'solve_solo')
-MODES = tuple(_WAYS)
+MODES = tuple(WAYS)
 STDLIB = 'stdlib'
 
 
@@ -136,9 +136,10 @@ class PlannerConfig:
       'PlannerConfig.static_sp_degree', self.static_sp_degree, 'must be 0 or a power of two',
     )  # fmt: skip
 
-  def ways(self, mode: str) -> tuple[str, ...]:
-    """Returns the ways to lay out samples that a mode may choose from."""
-    return tuple(way for way in _WAYS[mode] if self.solo or mode != 'solve' or way not in _SOLO_WAYS)
+  def ways(self) -> tuple[str, ...]:
+    """Returns the ways to lay out samples that the mode may choose from."""
+    left_out = _SOLO_WAYS if self.mode == 'solve' and not self.solo else ()
+    return tuple(way for way in WAYS[self.mode] if way not in left_out)
 
   def smallest_degree(self, degrees: Sequence[int], longest_tokens: int) -> int:
     """Returns the smallest of these SP degrees, which ascend, whose group holds the longest sample."""
@@ -152,20 +153,22 @@ class SimulatorConfig:
   Attributes:
     lengths: a file of lengths (`repack_jax/data/lengths.py` says which kinds there are); `DataConfig` says
       how they become batches.
-    steps: steps to simulate.
+    steps: steps to simulate, with each seed.
     seed: of the order, or of the draw where the file is a histogram; below 2 ** 128.
+    seeds: how many of them, from `seed` on: each is a run of its own.
     tail_from_tokens, tail_scale: lengths of at least `tail_from_tokens` are multiplied by `tail_scale`.
   """
 
   lengths: str = path_field('')
   steps: int = 200
   seed: int = 0
+  seeds: int = 1
   tail_from_tokens: int = 0
   tail_scale: float = 1.0
 
   def __post_init__(self) -> None:
     check_types(self)
-    check_min(self, 1, 'steps')
+    check_min(self, 1, 'steps', 'seeds')
     check_min(self, 0, 'tail_from_tokens')
     _check_seed(self, bits=128)
     require(self.tail_scale > 0, 'SimulatorConfig.tail_scale', self.tail_scale, 'must be above 0')

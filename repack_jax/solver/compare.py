@@ -11,13 +11,21 @@ from repack_jax.config.run import PlannerConfig
 from repack_jax.plan.plan import Plan
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import Simulated, simulate
-from repack_jax.solver.solve import BASELINE, solve
+from repack_jax.solver.solve import BASELINE, solve_modes
 
 REDISTRIBUTE = 'redistribute'
+SOLVE_NO_SOLO = 'solve, no solo'
 # What can be simulated. All but `redistribute`, which is what repacking avoids, can be run as well.
-SIMULATED_MODES = ('static', BASELINE, REDISTRIBUTE, 'repack', 'solve')
+SIMULATED_MODES = ('static', BASELINE, REDISTRIBUTE, 'repack', SOLVE_NO_SOLO, 'parents_solo', 'solve')
 
 Played = tuple[tuple[Plan, ...], Simulated]
+
+
+def config_of(planner: PlannerConfig, mode: str) -> PlannerConfig:
+  """Returns the config that makes the plans of one of `SIMULATED_MODES`; the rest is as in `planner`."""
+  if mode == SOLVE_NO_SOLO:
+    return dataclasses.replace(planner, mode='solve', solo=False)
+  return dataclasses.replace(planner, mode='repack' if mode == REDISTRIBUTE else mode)
 
 
 def simulate_modes(
@@ -33,10 +41,10 @@ def simulate_modes(
     planner: all but the mode.
     spans: record every span of every rank, for pictures.
   """
+  solutions = solve_modes(lengths, costs, planner, {mode: config_of(planner, mode) for mode in modes})
   played: dict[str, Played] = {}
-  for mode in modes:
+  for mode, solution in solutions.items():
     redistribute = mode == REDISTRIBUTE
-    solution = solve(lengths, costs, dataclasses.replace(planner, mode='repack' if redistribute else mode))
     step = solution.simulated
     if redistribute or spans:
       step = simulate(costs, solution.plans, redistribute=redistribute, spans=spans)

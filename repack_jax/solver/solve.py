@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
-from repack_jax.config.run import PlannerConfig
+from repack_jax.config.run import WAYS, PlannerConfig
 from repack_jax.plan.plan import PARENTS, Group, Plan, PlanError
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import Simulated, simulate
@@ -47,8 +45,9 @@ class Solution:
 def solve(lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConfig) -> Solution:
   """Returns the plans of a batch: by the simulator the fastest that were found; none for an empty one.
 
-  No mode is slower, by the simulator, than one whose layouts it allows too: `parents_solo` and `repack` than
-  `parents`, and `solve` than all others, but `parents_solo` where `config.solo` is off, and `static`.
+  No mode is slower, by the simulator, than one whose layouts it allows too (`config.run.WAYS`): `parents`
+  than `static`, `parents_solo` and `repack` than `parents`, and `solve` than all others; without `config.solo`
+  than all but `parents_solo`.
 
   Args:
     lengths: tokens of each sample of the batch, at least 1.
@@ -59,20 +58,39 @@ def solve(lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConf
     SampleTooLong: where a sample exceeds the widest group's capacity.
     PlanError: where a length is below 1, or the capacity is no multiple of the tokens that fill a row.
   """
+  return solve_modes(lengths, costs, config, {config.mode: config})[config.mode]
+
+
+def solve_modes(
+  lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConfig, modes: Mapping[str, PlannerConfig]
+) -> dict[str, Solution]:
+  """Returns what `solve` does for each of several configs, by their names: each layout is searched once.
+
+  Args:
+    config: what the configs share, all but `mode` and `solo`.
+    modes: by any names.
+  """
   lengths = np.asarray(lengths, np.int64)
   _check_lengths(lengths, costs.degrees(config)[-1], config.capacity_tokens)
-  step, baseline = _Batch(lengths, costs, config).solve()
-  if config.mode == 'static':  # the baseline may choose others too
-    baseline, _ = _Batch(lengths, costs, dataclasses.replace(config, mode=BASELINE)).solve()
+  batch = _Batch(lengths, costs, config)
+  ways = {name: of.ways() for name, of in modes.items()}
+  steps = batch.steps({BASELINE: WAYS[BASELINE]} | {name: of for name, of in ways.items() if BASELINE in of})
+  for name, of in ways.items():
+    if name not in steps:  # it may need other micro-batches than the baseline
+      steps |= batch.steps({name: of})
 
   def made(step: _Step, mode: str) -> tuple[tuple[Plan, ...], Simulated]:
     plans = tuple(found.plan.with_mode(mode) for found in step)
     return plans, step[0].simulated if len(step) == 1 else simulate(costs, plans)
 
-  plans, simulated = made(step, config.mode)
-  for plan in plans:
-    plan.validate(costs.wire)
-  return Solution(plans, simulated, *made(baseline, BASELINE))
+  baseline = made(steps[BASELINE], BASELINE)
+  solutions = {}
+  for name, of_mode in modes.items():
+    plans, simulated = made(steps[name], of_mode.mode)
+    for plan in plans:
+      plan.validate(costs.wire)
+    solutions[name] = Solution(plans, simulated, *baseline)
+  return solutions
 
 
 def _check_lengths(lengths: np.ndarray, widest: int, capacity_tokens: int) -> None:
@@ -104,22 +122,9 @@ def _step_s(step: _Step) -> float:
   return sum(candidate.simulated.step_s for candidate in step)
 
 
-class _Steps(NamedTuple):
-  """What was found for a batch: steps in the config's mode, and with repacking disabled."""
-
-  mode: list[_Step]
-  baseline: list[_Step]
-
-  def add(self, others: _Steps) -> None:
-    for own, more in zip(self, others, strict=True):
-      own.extend(more)
-
-  def add_way(self, planned: Sequence[tuple[_Candidate | None, ...]]) -> None:
-    """Adds the steps of one way to make micro-batches, where all of them have a plan."""
-    for own, found in zip(self, zip(*planned, strict=True), strict=True):
-      step = [candidate for candidate in found if candidate]
-      if len(step) == len(found):
-        own.append(step)
+# Of each mode that is asked for, by its name: the steps that were found, or what is found of a micro-batch.
+_Steps = dict[str, list[_Step]]
+_Planned = dict[str, _Candidate | None]
 
 
 class _Batch:
@@ -136,43 +141,46 @@ class _Batch:
       )
     self.longest_first = np.argsort(-lengths, kind='stable')
     self.load_s = _load_s(lengths, costs, config)
-    self.modes = (config.mode, 'static' if config.mode == 'static' else BASELINE)
 
-  def solve(self) -> tuple[_Step, _Step]:
-    """Returns the fastest step of the mode, and the fastest with repacking disabled."""
+  def steps(self, ways: Mapping[str, tuple[str, ...]]) -> dict[str, _Step]:
+    """Returns each mode's fastest step, by the ways it may choose from; all have those of the first."""
     samples = len(self.lengths)
     if not samples:
-      return [], []
+      return {name: [] for name in ways}
+    first = next(iter(ways))
+    steps: _Steps = {name: [] for name in ways}
     count = max(1, -(-int(self.lengths.sum()) // self._room(self.cluster.num_ranks)))
-    steps = self._steps(count)
-    while not steps.baseline:
+    self._add_steps(steps, ways, count)
+    while not steps[first]:
       count += 1
       assert count <= samples, 'a sample that has a micro-batch for itself fits'
-      steps = self._steps(count)
+      self._add_steps(steps, ways, count)
     if samples <= _FEW_A_RANK * self.cluster.num_ranks * count:
-      self._try_more(count, steps)
-    return min(steps.mode, key=_step_s), min(steps.baseline, key=_step_s)
+      self._try_more(steps, ways, count, lambda: min(map(_step_s, steps[first])))
+    return {name: min(found, key=_step_s) for name, found in steps.items()}
 
   def _room(self, ranks: int) -> int:
     return ranks * self.config.capacity_tokens
 
-  def _try_more(self, count: int, steps: _Steps) -> None:
+  def _try_more(
+    self, steps: _Steps, ways: Mapping[str, tuple[str, ...]], count: int, slowest_s: Callable[[], float]
+  ) -> None:
     """Adds steps of more micro-batches: few samples may fill the ranks unevenly in the fewest.
 
     One more, and as many as have a group of one degree for each sample. What is tried depends on the batch
-    and the baseline alone, so that no mode misses what another one finds.
+    and the first mode alone, so that no other misses what it finds.
     """
     samples, ranks = len(self.lengths), self.cluster.num_ranks
-    if count < samples and self._least_s(count + 1) < min(map(_step_s, steps.baseline)):
-      steps.add(self._steps(count + 1))
+    if count < samples and self._least_s(count + 1) < slowest_s():
+      self._add_steps(steps, ways, count + 1)
     for degree in self.costs.degrees(self.config):
       each = ranks // degree
       more = -(-samples // each)
-      if samples <= each or more > 2 * count + 1 or self._least_s(more) >= min(map(_step_s, steps.baseline)):
+      if samples <= each or more > 2 * count + 1 or self._least_s(more) >= slowest_s():
         continue
       way = equal_numbers(self._items(self.longest_first), each, self._room(ranks))
       if way:
-        steps.add_way([self._plan(self.longest_first[part]) for part in way])
+        self._add_way(steps, ways, way)
 
   def _least_s(self, count: int) -> float:
     """Seconds below which no plans in so many micro-batches can be, the update aside."""
@@ -186,28 +194,33 @@ class _Batch:
   def _items(self, samples: np.ndarray) -> Items:
     return Items(self.lengths[samples], self.load_s[samples])
 
-  def _steps(self, count: int) -> _Steps:
-    """The steps of so many micro-batches in which all samples fit."""
-    steps = _Steps([], [])
-    samples = self.longest_first
-    for way in micro_batches(self._items(samples), count, self._room(self.cluster.num_ranks)):
-      steps.add_way([self._plan(samples[part]) for part in way])
-    return steps
+  def _add_steps(self, steps: _Steps, ways: Mapping[str, tuple[str, ...]], count: int) -> None:
+    """Adds the steps of so many micro-batches in which all samples fit."""
+    items = self._items(self.longest_first)
+    for way in micro_batches(items, count, self._room(self.cluster.num_ranks)):
+      self._add_way(steps, ways, way)
 
-  def _plan(self, samples: np.ndarray) -> tuple[_Candidate | None, ...]:
-    """A micro-batch's fastest plan by simulation, in the mode and in the baseline's; None: it doesn't fit.
+  def _add_way(self, steps: _Steps, ways: Mapping[str, tuple[str, ...]], way: Sequence[np.ndarray]) -> None:
+    """Adds the steps of one way to make micro-batches, of those modes in which all of them have a plan."""
+    planned = [self._plan(self.longest_first[part], ways) for part in way]
+    for name, found in steps.items():
+      step = [candidate for of in planned if (candidate := of[name])]
+      if len(step) == len(way):
+        found.append(step)
+
+  def _plan(self, samples: np.ndarray, ways: Mapping[str, tuple[str, ...]]) -> _Planned:
+    """A micro-batch's fastest plan by simulation in each mode; None where the samples don't fit.
 
     Args:
       samples: int64 [n], longest first.
     """
     parts = spread(self._items(samples), self.cluster.domains, self._room(self.cluster.domain_ranks))
     if parts is None:
-      return None, None
+      return dict.fromkeys(ways)
     domains = [
       Domain(samples[part], self.lengths, self.row_tokens, self.costs, self.config) for part in parts
     ]
-    allowed = [self.config.ways(mode) for mode in self.modes]
-    wanted = list(dict.fromkeys(way for ways in allowed for way in ways))
+    wanted = [way for way in WAYS['solve'] if any(way in of for of in ways.values())]
     found = _in_threads(lambda domain: domain.layouts(wanted), domains)
     played: dict[tuple[str, ...], _Candidate] = {}
 
@@ -226,9 +239,10 @@ class _Batch:
           played[choice] = _Candidate(plan, simulate(self.costs, [plan]))
         yield played[choice]
 
-    return tuple(
-      min(candidates(ways), key=lambda item: item.simulated.step_s, default=None) for ways in allowed
-    )
+    return {
+      name: min(candidates(of), key=lambda item: item.simulated.step_s, default=None)
+      for name, of in ways.items()
+    }
 
   def _mixed(self, found: Sequence[dict[str, Layouts]], ways: Sequence[str]) -> tuple[str, ...] | None:
     """The way of each domain that makes the slowest of them fastest; None where one fits in no way.
