@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ _SLACKS = (0.5, 1.0)
 # Micro-batches run one after the other, so they need not be alike; what costs is unlike samples in one. So
 # each but the last takes the longest left, up to these shares of an even part of the tokens, and then the
 # shortest, which even out what long ones leave uneven. With 1.0 samples are sorted by length.
-_HEADS = (1.0, 0.85, 0.5)
+_HEADS = (0.85, 0.5, 1.0)
 
 
 class Items(NamedTuple):
@@ -44,8 +45,8 @@ def micro_batches(items: Items, count: int, room_tokens: int) -> Iterator[list[n
     if items.tokens.sum() <= room_tokens:
       yield [np.arange(len(items.tokens))]
     return
-  ways = [spread(items, count, room_tokens)] + [_headed(items.tokens, count, head) for head in _HEADS]
-  for way in ways:
+  ways = (_headed(items.tokens, count, head) for head in _HEADS)
+  for way in itertools.chain(ways, [spread(items, count, room_tokens)]):
     if way and all(items.tokens[part].sum() <= room_tokens for part in way):
       yield way
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from repack_jax.solver.domain import Domain, Layouts
 BASELINE = 'parents'  # the mode that is the same system with repacking disabled
 # More micro-batches than the capacity asks for are tried where there are at most so many samples a rank.
 _FEW_A_RANK = 2
+# Above so many micro-batches, the first way to make them in which all fits is taken.
+_MANY_MICRO_BATCHES = 16
 
 
 class SampleTooLong(ValueError):
@@ -46,8 +49,8 @@ def solve(lengths: Sequence[int] | np.ndarray, costs: Costs, config: PlannerConf
   """Returns the plans of a batch: by the simulator the fastest that were found; none for an empty one.
 
   No mode is slower, by the simulator, than one whose layouts it allows too (`config.run.WAYS`): `parents`
-  than `static`, `parents_solo` and `repack` than `parents`, and `solve` than all others; without `config.solo`
-  than all but `parents_solo`.
+  than `static`, `parents_solo` and `repack` than `parents`, and `solve` than all others; without
+  `config.solo` than all but `parents_solo`.
 
   Args:
     lengths: tokens of each sample of the batch, at least 1.
@@ -198,15 +201,23 @@ class _Batch:
     """Adds the steps of so many micro-batches in which all samples fit."""
     items = self._items(self.longest_first)
     for way in micro_batches(items, count, self._room(self.cluster.num_ranks)):
-      self._add_way(steps, ways, way)
+      found = self._add_way(steps, ways, way)
+      if found and count > _MANY_MICRO_BATCHES:
+        return
 
-  def _add_way(self, steps: _Steps, ways: Mapping[str, tuple[str, ...]], way: Sequence[np.ndarray]) -> None:
-    """Adds the steps of one way to make micro-batches, of those modes in which all of them have a plan."""
-    planned = [self._plan(self.longest_first[part], ways) for part in way]
+  def _add_way(self, steps: _Steps, ways: Mapping[str, tuple[str, ...]], way: Sequence[np.ndarray]) -> bool:
+    """Adds the steps of one way to make micro-batches; returns whether all fits in the first mode.
+
+    Otherwise none are added: where the first mode finds no plan, others hardly do.
+    """
+    planned = []
+    for part in way:
+      planned.append(self._plan(self.longest_first[part], ways))
+      if None in planned[-1].values():
+        return False
     for name, found in steps.items():
-      step = [candidate for of in planned if (candidate := of[name])]
-      if len(step) == len(way):
-        found.append(step)
+      found.append([candidate for of in planned if (candidate := of[name])])
+    return True
 
   def _plan(self, samples: np.ndarray, ways: Mapping[str, tuple[str, ...]]) -> _Planned:
     """A micro-batch's fastest plan by simulation in each mode; None where the samples don't fit.
@@ -222,22 +233,24 @@ class _Batch:
     ]
     wanted = [way for way in WAYS['solve'] if any(way in of for of in ways.values())]
     found = _in_threads(lambda domain: domain.layouts(wanted), domains)
-    played: dict[tuple[str, ...], _Candidate] = {}
+    # A child between nodes in one domain makes exchanges of all span nodes: with such ones, and without.
+    in_nodes = [{way: layouts for way, layouts in of.items() if not layouts.wide_children} for of in found]
+    played: dict[Any, _Candidate] = {}
 
-    def candidates(ways: Sequence[str]) -> Iterator[_Candidate]:
-      """Yields what fits: all domains in one way, and each in its own."""
-      choices = [(way,) * len(found) for way in ways if all(way in of for of in found)]
+    def candidates(allowed: Sequence[str]) -> Iterator[_Candidate]:
+      """Yields what fits of these ways: for several domains, the best mixture of them and of fewer ways."""
+      choices = [(way,) for way in allowed if way in found[0]]
       if len(found) > 1:
-        # A child between nodes in one domain makes exchanges of all span nodes: with such ones, and without.
-        in_nodes = [
-          {way: layouts for way, layouts in of.items() if not layouts.wide_children} for of in found
-        ]
-        choices += filter(None, (self._mixed(of, ways) for of in (found, in_nodes)))
+        fewer = [of for of in (*WAYS.values(), *ways.values()) if set(of) <= set(allowed)]
+        mixed = (self._mixed(kept, of) for of in dict.fromkeys(fewer) for kept in (found, in_nodes))
+        choices = list(dict.fromkeys(choice for choice in mixed if choice))
       for choice in choices:
-        if choice not in played:
-          plan = self._built(domains, [of[way] for of, way in zip(found, choice, strict=True)])
-          played[choice] = _Candidate(plan, simulate(self.costs, [plan]))
-        yield played[choice]
+        layouts = [of[way] for of, way in zip(found, choice, strict=True)]
+        same = tuple((*of.parents, *of.children, *of.solo) for of in layouts)
+        if same not in played:
+          plan = self._built(domains, layouts)
+          played[same] = _Candidate(plan, simulate(self.costs, [plan]))
+        yield played[same]
 
     return {
       name: min(candidates(of), key=lambda item: item.simulated.step_s, default=None)
