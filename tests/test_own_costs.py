@@ -178,7 +178,7 @@ def test_costs_that_contradict_themselves():
 @pytest.mark.parametrize('layouts', [(PARENTS,), (CHILDREN,), (PARENTS, CHILDREN)], ids='-'.join)
 @pytest.mark.parametrize('mode', MODES)
 def test_attention_that_costs_nothing(mode, layouts):
-  """Tokens alone decide: the batch is planned, evenly, and a bound is reached, since no rank meets another."""
+  """Tokens alone decide: the batch is planned, evenly, and a bound is reached: nobody meets anyone."""
   free = tuple(LayerCosts(layout, lambda tokens: 0.0 * tokens, after_s=1e-6) for layout in layouts)
   costs = Costs(cluster_of(1, 4, exchange_meets='group'), Wire((4, 4, 4), 4, 2, 4), free)
   config = PlannerConfig(mode=mode, capacity_tokens=16, capacity_step_tokens=1)
