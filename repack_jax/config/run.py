@@ -286,10 +286,10 @@ class RunConfig:
       f'{planner.max_sp_degree}) at {planner.capacity_tokens} tokens a rank. Raise '
       'PlannerConfig.capacity_tokens or the number of ranks, or lower it',
     )  # fmt: skip
+    group_tokens = degrees[-1] * planner.capacity_tokens
     require(
-      degrees[-1] * planner.capacity_tokens <= MOST_GROUP_TOKENS,
-      'PlannerConfig.capacity_tokens', planner.capacity_tokens,
-      f'the stream of a group, up to SP{degrees[-1]} here, would have {degrees[-1] * planner.capacity_tokens} '
+      group_tokens <= MOST_GROUP_TOKENS, 'PlannerConfig.capacity_tokens', planner.capacity_tokens,
+      f'the stream of a group, up to SP{degrees[-1]} here, would have {group_tokens} '
       f'slots, and its positions are int32 on the devices: at most {MOST_GROUP_TOKENS}. Lower it, or '
       'PlannerConfig.max_sp_degree',
     )  # fmt: skip
