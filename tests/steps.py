@@ -41,7 +41,7 @@ MESHES = {  # name: (domains, nodes, ranks a node)
 }
 
 
-def costs_of(mesh: str | tuple[int, int, int], model: ModelConfig = MODEL, **changes: float) -> Costs:
+def costs_of(mesh: str | tuple[int, int, int], model: ModelConfig = MODEL, **changes: object) -> Costs:
   """At `RATES`, but for the changes."""
   domains, nodes, ranks_per_node = MESHES[mesh] if isinstance(mesh, str) else mesh
   shape = {'nodes': nodes, 'ranks_per_node': ranks_per_node, 'domains': domains}

@@ -36,12 +36,12 @@ RATES = {
 MESHES = {'one rank': (1, 1, 1), 'a node': (1, 1, 8), 'two nodes': (1, 2, 4), 'two domains': (2, 2, 2)}
 
 
-def cluster_of(mesh: str | tuple[int, int, int], **changes: float) -> ClusterConfig:
+def cluster_of(mesh: str | tuple[int, int, int], **changes: object) -> ClusterConfig:
   domains, nodes, ranks_per_node = MESHES[mesh] if isinstance(mesh, str) else mesh
   return ClusterConfig(nodes=nodes, ranks_per_node=ranks_per_node, domains=domains, **(RATES | changes))
 
 
-def costs_of(mesh: str | tuple[int, int, int], model: ModelConfig = MODEL, **changes: float) -> Costs:
+def costs_of(mesh: str | tuple[int, int, int], model: ModelConfig = MODEL, **changes: object) -> Costs:
   return model_costs(cluster_of(mesh, **changes), model)
 
 
@@ -69,8 +69,11 @@ def own_s(costs: Costs) -> float:
 def test_no_plan_is_faster(mesh, name):
   model = MODELS[name]
   rng = np.random.default_rng(len(mesh) + len(name))
-  for number in range(8):
-    meeting, drifting = (costs_of(mesh, model, prefetch_layers=ahead) for ahead in (0, 1))
+  for number in range(3):
+    meets = ('span', 'group')[number % 2]
+    meeting, drifting = (
+      costs_of(mesh, model, prefetch_layers=ahead, exchange_meets=meets) for ahead in (0, 1)
+    )
     capacity = int(rng.choice([8, 64, 200]))
     lengths = random_lengths(rng, min(16, meeting.cluster.domain_ranks) * capacity, most=20)
     for mode in MODES:
@@ -112,7 +115,7 @@ def test_one_rank_reaches_the_bound(name):
 def test_samples_that_fit_a_rank_need_no_exchange():
   """And those that do not need that of the narrowest group that holds them, or a cheaper one."""
   model = dataclasses.replace(MODELS['dense'], pattern='F')
-  costs, config = costs_of('two nodes', model, prefetch_layers=0), PlannerConfig(capacity_tokens=16)
+  costs, config = costs_of('two nodes', model), PlannerConfig(capacity_tokens=16)
   computed_s = compute_bound_s([16] * 8, costs)
   assert lower_bound_s([16] * 8, costs, config) == pytest.approx(computed_s)
   computed_s = compute_bound_s([128], costs)
@@ -162,7 +165,7 @@ def test_domains_drift_even_where_their_ranks_meet():
   model = model.with_kind(SlidingWindowAttention(window_tokens=4))
   config = PlannerConfig(capacity_tokens=160, capacity_step_tokens=1, max_sp_degree=1)
   lengths = [80] + [4] * 40
-  apart, together = (costs_of(mesh, model, prefetch_layers=0) for mesh in ((2, 1, 1), (1, 1, 2)))
+  apart, together = (costs_of(mesh, model) for mesh in ((2, 1, 1), (1, 1, 2)))
   bound_s = lower_bound_s(lengths, apart, config)
   assert bound_s <= played_s(lengths, apart, config)
   assert bound_s < lower_bound_s(lengths, together, config)

@@ -21,15 +21,18 @@ PROFILES = sorted((ROOT / 'configs' / 'clusters').glob('*.gin'))
 COMPUTE = ('matmul_flops_per_s', 'attention_flops_per_s')
 INTRA = ('intra_node_bytes_per_s', 'intra_node_latency_s')
 INTER = ('inter_node_bytes_per_s', 'inter_node_latency_s')
+PARAMETERS = ('parameter_intra_node_bytes_per_s', 'parameter_inter_node_bytes_per_s')
 
 import calibrate  # noqa: E402
+import measured_rates  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
 def working_directory(tmp_path, monkeypatch):
-  """Each test in an empty folder, on the devices that the suite has started."""
+  """Each test in an empty folder, on the devices that the suite has started, with few programs to compile."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(mesh, 'start_devices', lambda cluster: None)
+  monkeypatch.setattr(measured_rates, 'SIZES', 3)
 
 
 def bound_fields(file: str) -> list[str]:
@@ -55,13 +58,13 @@ def exit_of(capsys, argv: list[str]) -> str:
 
 
 def test_file_binds_positive_rates_and_loads_after_the_config(capsys):
-  assert calibrated() == [*COMPUTE, *INTRA, *INTER]
+  assert calibrated() == [*COMPUTE, *INTRA, *INTER, *PARAMETERS]
   base, run = gin_files.load([MINI], []), gin_files.load([MINI, 'made.gin'], [])
-  for field in (*COMPUTE, INTRA[0], INTER[0]):
+  for field in (*COMPUTE, INTRA[0], INTER[0], *PARAMETERS):
     value = getattr(run.cluster, field)
     assert value > 0 and value != getattr(base.cluster, field)
   assert run.cluster.intra_node_latency_s >= 0 and run.cluster.inter_node_latency_s >= 0
-  others = {field: getattr(base.cluster, field) for field in (*COMPUTE, *INTRA, *INTER)}
+  others = {field: getattr(base.cluster, field) for field in (*COMPUTE, *INTRA, *INTER, *PARAMETERS)}
   assert dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, **others)) == base
 
   text, out = Path('made.gin').read_text(), capsys.readouterr().out
@@ -70,17 +73,29 @@ def test_file_binds_positive_rates_and_loads_after_the_config(capsys):
   assert f'# Use: --config {MINI} --config made.gin' in text
   assert '# Mesh: data 1 x node 2 x local 2;' in text
   assert '# blockwise, forward and backward, one document of 64 tokens, 4/2 heads of 4, float32' in text
+  assert '# dense all-to-all of 2 ranks, bytes a rank sends to the others: ' in text
+  assert (
+    "# all-gather in float32 and reduce-scatter in float32 of 2 ranks, in the sizes of a layer's wei" in text
+  )
+  # What this mesh and these capacities have no measure of says why.
+  for lacking in (
+    'attention_curve: not measured: a rank holds no more than 64 tokens',
+    'peer_latency_s: not measured: takes nodes of four ranks or more',
+  ):
+    assert f'# ClusterConfig.{lacking}' in text.splitlines()
   rows = json.loads(Path('made.json').read_text())['results']
-  assert [row['field'] for row in rows] == [*COMPUTE, *INTRA, *INTER]
+  assert [row['field'] for row in rows] == [
+    *COMPUTE, 'attention_curve', *INTRA, *INTER, 'peer_latency_s', *PARAMETERS
+  ]  # fmt: skip
   assert rows[0]['config'] == 2e9 and rows[0]['over_config'] == rows[0]['measured'] / 2e9
 
 
 @pytest.mark.parametrize(
   ('setting', 'fields', 'lacking'),
   [
-    ('ClusterConfig.nodes=1', INTRA,
+    ('ClusterConfig.nodes=1', (*INTRA, PARAMETERS[0]),
      '# ClusterConfig.inter_node_latency_s: not measured: a domain has one node'),
-    ('ClusterConfig.ranks_per_node=1', INTER,
+    ('ClusterConfig.ranks_per_node=1', (*INTER, PARAMETERS[1]),
      '# ClusterConfig.intra_node_bytes_per_s: not measured: a node has one rank'),
   ],
 )  # fmt: skip
@@ -91,8 +106,62 @@ def test_link_that_is_not_there_is_left_out(capsys, setting, fields, lacking):
   gin_files.load([MINI, 'made.gin'], [setting])
 
 
+def test_attention_of_several_lengths_and_latency_of_a_peer():
+  """Packs of 512 tokens beside one document of the capacity; groups of 2 and of 4 ranks in a node."""
+  settings = ('PlannerConfig.capacity_tokens=600', 'ClusterConfig.nodes=1', 'ClusterConfig.ranks_per_node=4')
+  found = calibrated(*settings)
+  assert found == [COMPUTE[0], COMPUTE[1], 'attention_curve', *INTRA, 'peer_latency_s', PARAMETERS[0]]
+  cluster = gin_files.load([MINI, 'made.gin'], [*settings]).cluster
+  (shorter, share), (longest, whole) = cluster.attention_curve
+  assert (shorter, longest, whole) == (512, 600, 1.0) and share > 0
+  assert cluster.peer_latency_s >= 0
+  text = Path('made.gin').read_text()
+  assert 'one document of 600 tokens' in text and '# the same 600 tokens as packs of documents' in text
+  assert '# dense all-to-alls of 512 bytes a peer in a node, by ranks: 2 in ' in text
+
+
+def test_lengths_of_packs():
+  assert measured_rates.packs(64) == [64] and measured_rates.packs(512) == [512]
+  assert measured_rates.packs(32768) == [512, 2048, 8192, 32768]
+
+
+@pytest.mark.parametrize('per_peer_us', [0.0, 12.0])
+def test_latencies_of_ranks_and_peers_are_told_apart(monkeypatch, per_peer_us):
+  """Machines whose exchanges take 20 us, some for each peer, and a byte a nanosecond."""
+  run = gin_files.load([MINI], ['ClusterConfig.ranks_per_node=8', 'ModelConfig.num_experts=8'])
+  device_mesh = mesh.make_mesh(run.cluster)
+
+  def timed(device_mesh, cases, budget_s):
+    shapes = {name: case.carry.shape[1:] for name, case in cases.items()}
+    return {
+      name: 2 * (20e-6 + (peers - 1) * (1e-6 * per_peer_us + rows * 512 * 1e-9))
+      for name, (peers, rows, _) in shapes.items()
+    }
+
+  monkeypatch.setattr(measured_rates, 'timed', timed)
+  of_peer = measured_rates.peer_latency(run, device_mesh, 1.0)
+  # A peer's one row counts as latency: half a microsecond here.
+  assert of_peer.value == pytest.approx((per_peer_us + 0.512) * 1e-6)
+  for name, axis, peers in (('intra_node', 'local', 7), ('inter_node', 'node', 1)):
+    rate, latency = measured_rates.link_rates(run, device_mesh, name, axis, per_peer_us * 1e-6, 1.0)
+    assert rate.value == pytest.approx(1e9) and latency.value == pytest.approx(20e-6, rel=1e-4)
+    assert (f'less {peers} x peer_latency_s' in latency.how) == bool(per_peer_us)
+
+
+def test_exchanges_are_of_the_kind_that_the_run_uses(monkeypatch):
+  from jax import lax
+  from ragged import emulated_ragged_all_to_all
+
+  monkeypatch.setattr(lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
+  monkeypatch.setattr(measured_rates, 'choose_exchange', lambda name, platform: 'ragged')
+  run = gin_files.load([MINI], [])
+  device_mesh = mesh.make_mesh(run.cluster)
+  rate, _ = measured_rates.link_rates(run, device_mesh, 'intra_node', 'local', 0.0, 0.0)
+  assert rate.value > 0 and rate.how.startswith('ragged all-to-all of 2 ranks')
+
+
 def test_a_newline_in_the_command_stays_in_the_comment():
-  rate = calibrate.Rate('intra_node_latency_s', 2e-7, 'how')
+  rate = measured_rates.Rate('intra_node_latency_s', 2e-7, 'how')
   Path('made.gin').write_text(calibrate.gin_text([rate], ['command\nClusterConfig.nodes = 3']))
   assert gin_files.load(['made.gin'], []).cluster == ClusterConfig(intra_node_latency_s=2e-7)
 
@@ -108,7 +177,7 @@ def test_a_newline_in_the_command_stays_in_the_comment():
   ],
 )
 def test_fit(seconds, rate, latency_s, note):
-  found = calibrate.fit_line([100, 200, 400], seconds)
+  found = measured_rates.fit_line([100, 200, 400], seconds)
   assert found[0] > 0 and found[0] == pytest.approx(rate or found[0])
   assert found[1] == pytest.approx(found[1] if latency_s is None else latency_s) and found[1] >= 0
   assert note in found[2] and bool(note) == bool(found[2])
@@ -122,7 +191,9 @@ def test_fit(seconds, rate, latency_s, note):
   ],
 )
 def test_widths_are_all_products_of_the_layers(model):
-  counted = sum(2 * model.d_model * width * times for width, times in calibrate.layer_widths(model).items())
+  counted = sum(
+    2 * model.d_model * width * times for width, times in measured_rates.layer_widths(model).items()
+  )
   router = sum(2 * model.d_model * model.num_experts for i in range(model.num_layers) if model.has_experts(i))
   assert counted + router == flops.linear_flops_per_token(model) - flops.logits_flops_per_token(model)
 
@@ -162,13 +233,27 @@ def test_command_line_by_itself():
 @pytest.mark.parametrize('profile', PROFILES, ids=lambda path: path.stem)
 def test_profiles(profile):
   cluster = gin_files.load([str(profile)], []).cluster
+  is_tpu = profile.stem.startswith('tpu')
+  # About a seventh: the ratio that exchanges across nodes are planned by.
   assert cluster.inter_node_bytes_per_s == pytest.approx(cluster.intra_node_bytes_per_s / 7.0, rel=0.01)
-  assert cluster.matmul_flops_per_s < cluster.peak_flops_per_s
-  assert cluster.attention_flops_per_s < cluster.matmul_flops_per_s
-  others = set(bound_fields(str(profile))) - {'ranks_per_node', 'platform', 'wire_row_bytes'}
-  assert (cluster.platform == 'tpu') == profile.stem.startswith('tpu')
-  assert cluster.wire_row_bytes == (512 if cluster.platform == 'tpu' else 1)
-  assert others == {*COMPUTE, *INTRA, *INTER, 'peak_flops_per_s', 'memory_bytes', 'memory_bytes_per_s'}
+  assert cluster.attention_flops_per_s < cluster.matmul_flops_per_s < 0.8 * cluster.peak_flops_per_s
+  assert cluster.exchange_meets == 'span' and cluster.prefetch_layers == 0 and cluster.peer_latency_s == 0
+  rates = (cluster.intra_node_bytes_per_s, cluster.inter_node_bytes_per_s)
+  assert cluster.parameter_rates == pytest.approx(rates, rel=0.01)
+  assert (cluster.platform == 'tpu') == is_tpu
+  assert cluster.wire_row_bytes == (512 if is_tpu else 1)
+  assert cluster.attention_curve == (() if is_tpu else ((512, 0.6), (16384, 1.0)))
+  # Every rate stands there with its source, or that it is assumed; nothing is left to a default.
+  text = profile.read_text()
+  bound = set(bound_fields(str(profile)))
+  named = set(re.findall(r'^# ClusterConfig\.(\w+): ', text, re.MULTILINE))
+  fields = {field.name for field in dataclasses.fields(ClusterConfig)}
+  assert bound | named == fields - {'nodes', 'domains'} - ({'platform', 'wire_row_bytes'} - bound)
+  assert named == ({'attention_curve'} if is_tpu else set())
+  assert len(bound) == len(bound_fields(str(profile))) and not re.search('measured here', text, re.IGNORECASE)
+  for block in text.split('\n\n'):
+    if 'ClusterConfig.' in block:
+      assert block.startswith('#') or 'platform' in block, block
 
 
 def test_there_are_profiles_and_a_file_can_include_one():

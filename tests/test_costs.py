@@ -6,10 +6,11 @@ import jax
 import numpy as np
 import pytest
 from cases import PLAN, SOLO
+from messages import message_of
 
 from models.transformer import Decoder
 from repack_jax.config import ClusterConfig, ModelConfig, PlannerConfig
-from repack_jax.kinds import FullAttention, SlidingWindowAttention
+from repack_jax.kinds import ChunkedAttention, FullAttention, SlidingWindowAttention
 from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS
 from repack_jax.predict import flops, sizes
 from repack_jax.predict.cost_model import model_costs
@@ -107,7 +108,9 @@ def test_seconds_of_links_by_hand():
   assert link_s(costs.cluster, np.array([64.0, 0]), np.zeros(2), False).tolist() == [4, 3]
   # A token sends 48 bytes to its peer of SP2; of SP4, 32 to one in its node and to each of two outside.
   assert [costs.exchange_s(degree) for degree in (1, 2, 4)] == [0, 48 / 64, 2 * 32 / 8]
-  assert [costs.exchange_latency_s(degree) for degree in (1, 2, 4)] == [0, 6, 10]
+  # A site: nothing for a rank alone, else the latency of the farther link, and of each peer.
+  assert costs.site_latency_s(np.array([1, 2, 4])).tolist() == [0, 3, 5]
+  assert costs_of(peer_latency_s=0.25).site_latency_s(np.array([1, 2, 4])).tolist() == [0, 3.25, 5.75]
   fast = costs_of(inter_node_bytes_per_s=1000)
   assert fast.exchange_s(4) == 32 / 64  # now the peer in the node takes longest
   # Two experts a token, rows of 8 floats, and half of all experts on the other rank of the node.
@@ -124,29 +127,120 @@ def tables_s(costs: Costs) -> tuple[float, float]:
 
 
 def test_seconds_of_parameters_by_hand():
-  costs = costs_of(intra_node_bytes_per_s=2)
+  costs = costs_of()
   own, routed = sizes.layer_parameters(MODEL, 1)
   assert own == 8 * 12 * 2 + 8 * 2 * 2 * 2 - 8 * 4 * 2 + 2 * 8 + 2 * 2 + 8 * 4 + 3 * 8 * 3
   assert routed == 3 * 4 * 8 * 5
-  # Each node takes in the half that the other holds, over both its ranks' links; a rank takes in what the
-  # other of its node holds, of spread experts nothing. The slower of the two links decides.
-  inter_s, intra_s = (own + routed) / 2 / 2 * 4 / 8, own / 2 * 4 / 2
-  layer, fast = costs.layers[1], costs_of().layers[1]
-  assert inter_s < intra_s and layer.gather_s == layer.reduce_s == 5 + intra_s
-  assert fast.gather_s == fast.reduce_s == 5 + inter_s
-  half = costs_of(dataclasses.replace(MODEL, compute_dtype='bfloat16'), intra_node_bytes_per_s=2)
-  assert half.layers[1].gather_s - 5 == (layer.gather_s - 5) / 2
-  assert half.layers[1].reduce_s == layer.reduce_s
-  everywhere = costs_of(dataclasses.replace(MODEL, expert_placement='replicated'), intra_node_bytes_per_s=2)
-  assert everywhere.layers[1].gather_s == 5 + (own + routed) / 2 * 4 / 2
-  assert tables_s(costs) == (5 + 8 * 256 / 2 * 4 / 2,) * 2
-  assert tables_s(half) == (5 + 8 * 256 / 2 * 2 / 2, 5 + 8 * 256 / 2 * 4 / 2)
+  # One axis after the other, and a collective a weight on each: four projections, four norms, a router, three
+  # of experts and three of the shared one. Over the nodes a rank takes in what the other of its place holds;
+  # inside its node, half of a layer, of spread experts nothing.
+  inter_s = 15 * 5 + (own + routed) * 4 / 2 / 2 / 8
+  layer = costs.layers[1]
+  assert layer.gather_s == layer.reduce_s == pytest.approx(inter_s + 12 * 3 + own * 4 / 2 / 64)
+  half = costs_of(dataclasses.replace(MODEL, compute_dtype='bfloat16')).layers[1]
+  latency_s = 15 * 5 + 12 * 3
+  assert half.gather_s - latency_s == pytest.approx((layer.gather_s - latency_s) / 2)
+  assert half.reduce_s == layer.reduce_s
+  everywhere = costs_of(dataclasses.replace(MODEL, expert_placement='replicated')).layers[1]
+  assert everywhere.gather_s == pytest.approx(inter_s + 15 * 3 + (own + routed) * 4 / 2 / 64)
+  dense = costs.layers[0]
+  own_dense, _ = sizes.layer_parameters(MODEL, 0)
+  assert dense.gather_s == pytest.approx(11 * (5 + 3) + own_dense * 4 / 2 * (1 / 2 / 8 + 1 / 64))
+  table = 8 * 256 / 2 / 2 / 8 + 8 * 256 / 2 / 64
+  assert tables_s(costs) == pytest.approx((5 + 3 + 4 * table,) * 2)
+  in_half = costs_of(dataclasses.replace(MODEL, compute_dtype='bfloat16'))
+  assert tables_s(in_half) == pytest.approx((5 + 3 + 2 * table, 5 + 3 + 4 * table))
   assert costs.vocabulary_tables == 2
   assert costs_of(dataclasses.replace(MODEL, tie_embeddings=True)).vocabulary_tables == 1
-  one_node = costs_of(nodes=1)
-  assert tables_s(one_node) == (3 + 8 * 256 / 2 * 4 / 64,) * 2
+  one_node, one_rank = costs_of(nodes=1), costs_of(ranks_per_node=1)
+  assert tables_s(one_node) == pytest.approx((3 + 8 * 256 / 2 * 4 / 64,) * 2)
+  assert tables_s(one_rank) == pytest.approx((5 + 8 * 256 / 2 * 4 / 8,) * 2)
   alone = costs_of(nodes=1, ranks_per_node=1)
   assert (alone.layers[1].gather_s, alone.layers[1].reduce_s, tables_s(alone)) == (0, 0, (0, 0))
+
+
+def test_parameters_have_rates_of_their_own():
+  own, routed = sizes.layer_parameters(MODEL, 1)
+  changed = {'parameter_intra_node_bytes_per_s': 32, 'parameter_inter_node_bytes_per_s': 2}
+  costs, same = costs_of(domains=3, **changed), costs_of(domains=3)
+  assert costs.cluster.parameter_rates == (32, 2) and same.cluster.parameter_rates == (64, 8)
+  expected = 15 * 5 + (own + routed) * 4 / 2 / 2 / 2 + 12 * 3 + own * 4 / 2 / 32
+  assert costs.layers[1].gather_s == costs.layers[1].reduce_s == pytest.approx(expected)
+  assert costs.table_gather_s == pytest.approx(5 + 8 * 256 / 2 / 2 * 4 / 2 + 3 + 8 * 256 / 2 * 4 / 32)
+  total = sizes.total_parameters(MODEL)
+  assert costs.data_reduce_s == pytest.approx(5 + total / 4 * 4 * 4 / 3 / 2)
+  # Exchanges keep theirs.
+  assert costs.exchange_s(4) == same.exchange_s(4) and costs.site_latency_s(4) == same.site_latency_s(4)
+  only = costs_of(parameter_inter_node_bytes_per_s=2).cluster
+  assert only.parameter_rates == (64, 2)
+
+
+def test_collectives_of_parameters_that_show():
+  """What of them a micro-batch waits for: all where they run in line, both ends where they run ahead."""
+  costs, ahead = costs_of(domains=2), costs_of(domains=2, prefetch_layers=1)
+  layers = sum(2 * layer.gather_s + layer.reduce_s for layer in costs.layers)
+  expected = layers + 2 * (costs.table_gather_s + costs.table_reduce_s) + costs.data_reduce_s
+  assert costs.shown_parameters_s == pytest.approx(expected)
+  assert ahead.shown_parameters_s == pytest.approx(costs.table_gather_s + costs.data_reduce_s)
+  tied = costs_of(dataclasses.replace(MODEL, tie_embeddings=True))
+  assert tied.shown_parameters_s == pytest.approx(layers + tied.table_gather_s + tied.table_reduce_s)
+
+
+def test_attention_curve_by_hand():
+  """Shares go with the logarithm of the tokens between two points, and stay beyond the first and the last."""
+  curve = ((2, 0.5), (8, 1.0), (32, 0.8))
+  lengths, shares = np.array([1, 2, 4, 8, 16, 32, 500]), [0.5, 0.5, 0.75, 1.0, 0.9, 0.8, 0.8]
+  costs, flat = costs_of(attention_curve=curve), costs_of()
+  for layout in LAYOUTS:
+    assert costs.attention_s(lengths, layout) == pytest.approx(flat.attention_s(lengths, layout) / shares)
+  assert costs.layers[0].attention_s(np.array([4])) == pytest.approx(32 * 10 / (50 * 0.75))
+  one = costs_of(attention_curve=((4, 0.5),))
+  assert one.attention_s(lengths, PARENTS) == pytest.approx(2 * flat.attention_s(lengths, PARENTS))
+  # Layers of one kind stay one sort, operations and all else what they were.
+  assert list(costs.sorts.values()) == list(flat.sorts.values()) and costs.slot_s == flat.slot_s
+  assert costs.flops(lengths).tolist() == flat.flops(lengths).tolist()
+
+
+@pytest.mark.parametrize(
+  'curve', [((2, 1, 1),), ((2,),), ((8, 1.0), (2, 1.0)), ((2, 1.0), (2, 0.5)), ((0, 1.0),), ((2, 0.0),)]
+)
+def test_curves_that_are_mistakes(curve):
+  message = message_of(lambda: ClusterConfig(attention_curve=curve))
+  assert message.startswith(f'ClusterConfig.attention_curve = {curve!r}: must be pairs of tokens')
+
+
+@pytest.mark.parametrize('letters', ['FSS', 'C'])
+def test_operations_of_lengths_beyond_int64(letters):
+  """Float64 that is positive, ascends and equals whole numbers of any size but for its rounding."""
+  model = dataclasses.replace(MODEL, pattern=letters).with_kind(ChunkedAttention(chunk_tokens=128))
+  lengths = np.array([10_000_000, 2**25, 2**40])
+  linear = flops.linear_flops_per_token(model)
+
+  def exact(length: int) -> int:
+    pairs = {
+      'F': length * (length + 1) // 2,
+      'S': 6 + (length - 3) * 3,
+      'C': length // 128 * (128 * 129 // 2) + length % 128 * (length % 128 + 1) // 2,
+    }
+    return length * linear + sum(2 * 2 * 8 * pairs[letter] for letter in model.layer_kinds)
+
+  found = flops.sample_flops(model, lengths)
+  assert found.dtype == np.float64 and (found > 0).all() and (np.diff(found) > 0).all()
+  for value, length in zip(found.tolist(), lengths.tolist(), strict=True):
+    assert abs(int(value) - exact(length)) <= exact(length) * 1e-12
+    assert flops.sample_flops(model, length) == value
+  costs = costs_of(model, attention_curve=((512, 0.5), (2**30, 1.0)))
+  assert (costs.flops(lengths) == found).all()
+  seconds = costs.all_attention_s(lengths)
+  assert (seconds > 0).all() and (np.diff(seconds) > 0).all() and np.isfinite(seconds).all()
+
+
+def test_effective_ratio_of_the_links_by_hand():
+  """7 / 7 of a link against 8 peers of 15 behind one that is 7 times slower, and 24 of 31."""
+  cluster = ClusterConfig(nodes=4, ranks_per_node=8, intra_node_bytes_per_s=70, inter_node_bytes_per_s=10)
+  ratios = [cluster.exchange_ratio(degree) for degree in (8, 16, 32)]
+  assert ratios == pytest.approx([1, 8 * 7 / 15, 24 * 7 / 31])
+  assert [f'{ratio:.1f}' for ratio in ratios[1:]] == ['3.7', '5.4']
 
 
 def test_seconds_of_the_update_by_hand():

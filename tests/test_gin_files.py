@@ -364,11 +364,32 @@ def test_mistakes_in_a_file(text, expected):
     ('ClusterConfig.inter_node_bytes_per_s=0', 'ClusterConfig.inter_node_bytes_per_s = 0: must be above 0'),
     ('ClusterConfig.intra_node_latency_s=-1', 'intra_node_latency_s = -1: must be at least 0'),
     ('ClusterConfig.prefetch_layers=0.5', 'ClusterConfig.prefetch_layers = 0.5: must be of type int'),
+    (
+      'PlannerConfig.capacity_tokens=134217728',
+      '--set: PlannerConfig.capacity_tokens = 134217728: the stream of a group, up to SP16 here, would have '
+      '2147483648 slots, and its positions are int32 on the devices: at most 2147483647. Lower it, or',
+    ),
+    ('ClusterConfig.exchange_meets=all', "exchange_meets='all'"),
+    ("ClusterConfig.exchange_meets='all'", "exchange_meets = 'all': choose one of span, group"),
+    ('ClusterConfig.peer_latency_s=-1', 'ClusterConfig.peer_latency_s = -1: must be at least 0'),
+    ('ClusterConfig.parameter_inter_node_bytes_per_s=-1', 'inter_node_bytes_per_s = -1: must be at least 0'),
+    ('ClusterConfig.attention_curve=((8, 1.0), (2, 0.5))', 'must be pairs of tokens, ascending from 1 on'),
+    ('ClusterConfig.attention_curve=(512, 0.6)', 'must be of type tuple of tuple of float'),
     ('PlannerConfig.capacity_step_tokens=-1', 'capacity_step_tokens = -1: must be at least 0'),
   ],
 )
 def test_mistakes_in_an_override(override, expected):
   assert expected in message_of('n = 3\nTrainConfig.seed = %n', override)
+
+
+def test_the_longest_stream_that_a_device_can_count():
+  """One slot a rank fewer than the error's, or narrower groups."""
+  for overrides in (
+    ['PlannerConfig.capacity_tokens=134217727'],
+    ['PlannerConfig.capacity_tokens=134217728', 'PlannerConfig.max_sp_degree=8'],
+  ):
+    run = gin_files.load([], overrides)
+    assert run.sp_degrees[-1] * run.planner.capacity_tokens < 2**31
 
 
 @pytest.mark.parametrize(

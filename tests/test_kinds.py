@@ -46,7 +46,7 @@ def test_a_kind_is_one_mask(kind, dtype):
     np.testing.assert_array_equal(seen, (place >= first_key[:, None]) & (place <= place[:, None]))
     np.testing.assert_array_equal(seen.T, (place <= last_query[:, None]) & (place >= place[:, None]))
     sizes = kind.pairs(np.array(lengths))
-    assert sizes.dtype == np.int64
+    assert sizes.dtype == np.float64
     ends = np.cumsum(lengths)
     wanted = [seen[end - n : end].sum() for end, n in zip(ends, lengths, strict=True)]
     np.testing.assert_array_equal(sizes, wanted)
@@ -55,12 +55,27 @@ def test_a_kind_is_one_mask(kind, dtype):
     assert len(lengths) > 1 or reach == kind.reach_tokens(len(seen))
 
 
+def pairs_in_whole_numbers(kind, length):
+  """By Python's own, which grow as they need."""
+  if isinstance(kind, ChunkedAttention):
+    chunks, rest = divmod(length, kind.chunk_tokens)
+    return chunks * (kind.chunk_tokens * (kind.chunk_tokens + 1) // 2) + rest * (rest + 1) // 2
+  seen = min(length, kind.window_tokens) if isinstance(kind, SlidingWindowAttention) else length
+  return seen * (seen + 1) // 2 + (length - seen) * seen
+
+
 @pytest.mark.parametrize('kind', VARIANTS, ids=repr)
-def test_pairs_are_exact_in_64_bits(kind):
+def test_pairs_of_any_length(kind):
+  """Float64, exact as long as it can be and then to its last places: squares of lengths outgrow int64."""
   assert kind.pairs(0) == 0
-  lengths = np.array([10, 2**31 - 1], np.int32)  # the whole triangle is just below 2^61
-  np.testing.assert_array_equal(kind.pairs(lengths), [kind.pairs(10), kind.pairs(2**31 - 1)])
-  assert kind.pairs(2**31 - 1) <= FullAttention().pairs(2**31 - 1) == (2**31 - 1) * 2**30
+  small, large = [1, 10, 1000, 2**20], [10_000_000, 2**25, 2**31 - 1, 2**40]
+  for dtype, lengths in ((np.int32, [10, 2**31 - 1]), (np.int64, [*small, *large])):
+    found = kind.pairs(np.array(lengths, dtype))
+    assert found.dtype == np.float64 and (found > 0).all() and (np.diff(found) > 0).all()
+    for value, length in zip(found.tolist(), lengths, strict=True):
+      exact = pairs_in_whole_numbers(kind, length)
+      assert abs(int(value) - exact) <= (0 if length in small else exact * 1e-12)
+      assert kind.pairs(length) == value
 
 
 def test_chunks_by_hand():

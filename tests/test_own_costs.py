@@ -25,9 +25,12 @@ MATMUL, ATTENTION = 2.0**31, 2.0**28
 WINDOW = 24
 
 
-def cluster_of(nodes: int, ranks_per_node: int, domains: int = 1, prefetch_layers: int = 0) -> ClusterConfig:
+def cluster_of(
+  nodes: int, ranks_per_node: int, domains: int = 1, prefetch_layers: int = 0, exchange_meets: str = 'span'
+) -> ClusterConfig:
   return ClusterConfig(
     nodes=nodes, ranks_per_node=ranks_per_node, domains=domains, prefetch_layers=prefetch_layers,
+    exchange_meets=exchange_meets,
     matmul_flops_per_s=MATMUL, attention_flops_per_s=ATTENTION, intra_node_bytes_per_s=5e7,
     inter_node_bytes_per_s=7e6,
   )  # fmt: skip
@@ -119,11 +122,11 @@ def test_costs_by_hand_are_those_of_the_model(mesh, prefetch_layers):
 @pytest.mark.parametrize('mode', MODES)
 @pytest.mark.parametrize('mesh', MESHES, ids=str)
 def test_costs_unlike_any_model(mesh, mode):
-  """Bounded, planned, predicted and played by one reckoning."""
+  """Bounded, planned, predicted and played by one reckoning, whoever meets at an exchange."""
   rng = np.random.default_rng(len(mesh) + len(mode))
   config = PlannerConfig(mode=mode, capacity_tokens=64, max_sp_degree=8)
-  for _ in range(5):
-    costs = unlike_any_model(cluster_of(*mesh))
+  for number in range(5):
+    costs = unlike_any_model(cluster_of(*mesh, exchange_meets=('span', 'group')[number % 2]))
     lengths = random_lengths(rng, min(8, costs.cluster.domain_ranks) * 64)
     found = solve(lengths, costs, config)
     for plan in found.plans:
@@ -137,16 +140,19 @@ def test_costs_unlike_any_model(mesh, mode):
     assert lower_bound_s(lengths, costs, config) <= min(predicted, found.simulated.step_s) * (1 + 1e-9)
     total = sum(found.simulated.seconds.values())
     assert total == pytest.approx(np.full(costs.cluster.num_ranks, found.simulated.step_s))
-    if mode in ('repack', 'solve') and len(found.plans) == 1:
-      assert found.simulated.step_s <= found.baseline_simulated.step_s
+    if mode != 'static':
+      assert found.simulated.step_s <= found.baseline_simulated.step_s * (1 + 1e-12)
 
 
 @pytest.mark.parametrize('free_tokens', [False, True])
 @pytest.mark.parametrize('mode', ['parents', 'solve'])
 def test_exact_plans_of_costs_unlike_any_model(mode, free_tokens):
-  """Between the bound and the planner, also where nothing but attention and exchanges takes time."""
+  """Between the bound and the planner, also where nothing but attention and exchanges takes time.
+
+  Exact plans are of exchanges whose groups alone meet.
+  """
   rng = np.random.default_rng(3)
-  costs = unlike_any_model(cluster_of(2, 2), free_tokens)
+  costs = unlike_any_model(cluster_of(2, 2, exchange_meets='group'), free_tokens)
   for _ in range(3):
     lengths = (8 * rng.integers(1, 40, 5)).tolist()
     config = PlannerConfig(mode=mode, capacity_tokens=max(160, sum(lengths) // 3), capacity_step_tokens=1)
@@ -172,9 +178,9 @@ def test_costs_that_contradict_themselves():
 @pytest.mark.parametrize('layouts', [(PARENTS,), (CHILDREN,), (PARENTS, CHILDREN)], ids='-'.join)
 @pytest.mark.parametrize('mode', MODES)
 def test_attention_that_costs_nothing(mode, layouts):
-  """Tokens alone decide: the batch is planned, evenly, and a bound is reached."""
+  """Tokens alone decide: the batch is planned, evenly, and a bound is reached: nobody meets anyone."""
   free = tuple(LayerCosts(layout, lambda tokens: 0.0 * tokens, after_s=1e-6) for layout in layouts)
-  costs = Costs(cluster_of(1, 4), Wire((4, 4, 4), 4, 2, 4), free)
+  costs = Costs(cluster_of(1, 4, exchange_meets='group'), Wire((4, 4, 4), 4, 2, 4), free)
   config = PlannerConfig(mode=mode, capacity_tokens=16, capacity_step_tokens=1)
   found = solve([4] * 16 + [16] * 8, costs, config)
   assert [plan.rank_tokens.tolist() for plan in found.plans] == [[16] * 4] * 3

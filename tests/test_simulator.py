@@ -34,13 +34,13 @@ def test_one_rank_computes_and_nothing_else(name):
 
 def test_one_sample_on_a_node():
   """All ranks alike: a step is computation, exchanges and parameters, and nobody waits."""
-  costs = costs_of('a node', prefetch_layers=0)
+  costs = costs_of('a node')
   groups = [Group(0, 8, (0,))]
   step = simulate(costs, [plan_of([40], groups, groups, costs.cluster)])
   attention_s = {layout: seconds / 8 for layout, seconds in cores_s(costs, 40).items()}
   # A token's bytes to each of 7 peers: 2 query and 2 times 1 key/value heads, then 2 heads back.
   dispatch_s, combine_s = (1e-4 + 5 * 7 * heads * 2 * 4 / 4e5 for heads in (4, 2))
-  assert dispatch_s + combine_s == pytest.approx(5 * costs.exchange_s(8) + costs.exchange_latency_s(8))
+  assert dispatch_s + combine_s == pytest.approx(5 * costs.exchange_s(8) + 2 * costs.site_latency_s(8))
   experts_s = 1e-4 + 5 * 2 * 8 * 4 * 7 / 8 / 4e5
   exchanges_s = 2 * 4 * (dispatch_s + combine_s) + 4 * 3 * experts_s  # the first layer has no experts
   computed = computed_s(costs, 16, 5, attention_s)
@@ -63,7 +63,7 @@ def test_one_sample_on_a_node():
 )
 def test_one_sample_on_two_nodes(inter_bytes_per_s, slower_s):
   """The slower of both links decides: 4 peers in the other node, 3 in the own, 4 tokens a rank."""
-  costs = costs_of('two nodes', DENSE, inter_node_bytes_per_s=inter_bytes_per_s, prefetch_layers=0)
+  costs = costs_of('two nodes', DENSE, inter_node_bytes_per_s=inter_bytes_per_s)
   groups = [Group(0, 8, (0,))]
   step = simulate(costs, [plan_of([32], groups, groups, costs.cluster)])
   dispatch_s, combine_s = (3e-4 + heads * 2 * 4 * slower_s for heads in (4, 2))
@@ -80,7 +80,7 @@ def test_one_sample_on_two_nodes(inter_bytes_per_s, slower_s):
 
 def test_exchange_of_unequal_ranks_takes_what_the_fullest_sends():
   """SP4 over two nodes of two ranks, with 6, 2, 1 and 0 of its 9 tokens on them."""
-  costs = costs_of((1, 2, 2), DENSE)
+  costs = costs_of((1, 2, 2), DENSE, exchange_meets='group')
   children = [Group(0, 1, (0,)), Group(1, 1, (1,)), Group(2, 1, (2,)), Group(3, 1)]
   plan = plan_of([6, 2, 1], [Group(0, 4, (0, 1, 2))], children, costs.cluster)
   times = plan_times(plan, costs)
@@ -100,10 +100,10 @@ def test_exchange_of_unequal_ranks_takes_what_the_fullest_sends():
 
 def test_chunked_exchanges_by_hand():
   """Cut into chunks, the shorter of core and exchanges shows with its first chunk only."""
-  costs = costs_of('a node', DENSE, prefetch_layers=0)
+  costs = costs_of('a node', DENSE)
   groups = [Group(0, 8, (0,))]
   plan = plan_of([40], groups, groups, costs.cluster)
-  exchanges_s = 5 * costs.exchange_s(8) + costs.exchange_latency_s(8)
+  exchanges_s = 5 * costs.exchange_s(8) + 2 * costs.site_latency_s(8)
   passes_s = [factor * core_s / 8 for core_s in cores_s(costs, 40).values() for factor in (1, 2.5)]
   assert min(passes_s) < exchanges_s < max(passes_s)
   hidden_s = sum(min(core_s, exchanges_s) for core_s in passes_s)
@@ -115,7 +115,7 @@ def test_chunked_exchanges_by_hand():
 
 def test_idle_rank_waits():
   """Both ranks run on all slots, but only one has attention: the other waits for just that."""
-  costs = costs_of((1, 1, 2), DENSE, prefetch_layers=0)
+  costs = costs_of((1, 1, 2), DENSE, exchange_meets='group')
   groups = [Group(0, 1, (0,)), Group(1, 1)]
   step = simulate(costs, [plan_of([9], groups, groups, costs.cluster)])
   attention_s = cores_s(costs, 9)
@@ -131,7 +131,7 @@ def test_experts_meet_in_their_node_where_they_are_spread(placement):
   model = dataclasses.replace(
     MODEL, num_layers=1, pattern='S', dense_layers=0, expert_placement=placement
   ).with_kind(SlidingWindowAttention(window_tokens=100))
-  costs = costs_of((1, 1, 2), model, prefetch_layers=0)
+  costs = costs_of((1, 1, 2), model, exchange_meets='group')
   groups = [Group(0, 1, (0,)), Group(1, 1, (1,))]
   step = simulate(costs, [plan_of([10, 2], groups, groups, costs.cluster)])
   attention_s = costs.attention_s(np.array([10, 2]), CHILDREN)
@@ -151,12 +151,12 @@ def test_experts_meet_in_their_node_where_they_are_spread(placement):
 def test_solo_samples_by_hand():
   """8 tokens over two ranks and 3 of a solo sample on one: these are in no exchange but the experts'."""
   model = dataclasses.replace(MODEL, num_layers=1, pattern='F', dense_layers=0)
-  costs = costs_of((1, 1, 2), model, prefetch_layers=0)
+  costs = costs_of((1, 1, 2), model, exchange_meets='group')
   group = (Group(0, 2, (0,)),)
   plan = Plan((0, 1), (8, 3), group, group, 'solve', 16, 2, 2, 2, (Group(0, 1, (1,)),)).validate()
   step, without = simulate(costs, [plan]), simulate(costs, [dataclasses.replace(plan, lengths=(8, 1))])
   shared_s, solo_s = cores_s(costs, 8)[PARENTS] / 2, cores_s(costs, 3)[PARENTS]
-  exchange_s = 2 * (4 * costs.exchange_s(2) + costs.exchange_latency_s(2))
+  exchange_s = 2 * (4 * costs.exchange_s(2) + 2 * costs.site_latency_s(2))
   experts_s = 4 * (1e-4 + 7 * costs.expert_bytes_per_token / 4e5)
   assert step.seconds["parents' exchange"] == pytest.approx(exchange_s)
   assert step.seconds["parents' attention"] == pytest.approx([3.5 * (shared_s + solo_s), 3.5 * shared_s])
@@ -171,9 +171,9 @@ def test_solo_samples_by_hand():
   assert step.sent['expert exchange'][0] == pytest.approx(sent)
 
 
-def two_ranks(**changes: float) -> Costs:
-  """Two ranks with links so fast that only computation and waiting take time."""
-  links = {'intra_node_bytes_per_s': 1e30, 'intra_node_latency_s': 0}
+def two_ranks(**changes: object) -> Costs:
+  """Two ranks with links so fast that only computation and waiting, for those of a group, take time."""
+  links = {'intra_node_bytes_per_s': 1e30, 'intra_node_latency_s': 0, 'exchange_meets': 'group'}
   return costs_of((1, 1, 2), DENSE, **(links | changes))
 
 
@@ -232,7 +232,7 @@ def test_domains_meet_once_a_micro_batch():
 
 def test_redistribution_by_hand():
   """Ranks of 6 and 2 tokens hold 4 each in the full layer: 2 tokens go over, and back, in each pass once."""
-  costs = costs_of((1, 1, 2), DENSE, prefetch_layers=0)
+  costs = costs_of((1, 1, 2), DENSE)
   plan = plan_of([6, 2], [Group(0, 2, (0, 1))], [Group(0, 1, (0,)), Group(1, 1, (1,))], costs.cluster)
   step, without = simulate(costs, [plan], redistribute=True), simulate(costs, [plan])
   # The model starts with its full layer, so that one is left forward and entered backward.
@@ -253,7 +253,7 @@ def test_redistribution_by_hand():
 def test_redistribution_enters_and_leaves_full_layers_inside_the_model():
   """S F S F: the first full layer is entered and left, the last one entered; backward the other way round."""
   model = dataclasses.replace(DENSE, num_layers=4, pattern='SF')
-  costs = costs_of((1, 2, 1), model, prefetch_layers=0)
+  costs = costs_of((1, 2, 1), model)
   plan = plan_of([6, 2], [Group(0, 2, (0, 1))], [Group(0, 1, (0,)), Group(1, 1, (1,))], costs.cluster)
   step = simulate(costs, [plan], redistribute=True)
   assert step.seconds['redistribution'] == pytest.approx(6 * (3e-4 + 2 * 32 / 1e5))

@@ -12,10 +12,11 @@ from repack_jax.predict.plan_times import predicted_s
 from repack_jax.predict.simulator import CAUSES, EXCHANGE, simulate
 
 
+@pytest.mark.parametrize('meets', ['span', 'group'])
 @pytest.mark.parametrize('mesh', ['a node', 'two nodes', 'four nodes'])
 @pytest.mark.parametrize('name', MODELS)
-def test_prediction_is_the_step_where_ranks_meet_at_each_layer(name, mesh):
-  costs = costs_of(mesh, MODELS[name], prefetch_layers=0)
+def test_prediction_is_the_step_where_ranks_meet_at_each_layer(name, mesh, meets):
+  costs = costs_of(mesh, MODELS[name], exchange_meets=meets, peer_latency_s=2e-5)
   for seed in range(6):
     plan = random_plan(costs.cluster, seed, solo=0.5 * (seed % 2))
     expected = predicted_s(plan, costs) + parameters_s(costs) + costs.optimizer_s
@@ -24,11 +25,47 @@ def test_prediction_is_the_step_where_ranks_meet_at_each_layer(name, mesh):
 
 def test_domains_are_never_slower_than_predicted():
   """The prediction lets all ranks meet at each layer; domains do once a micro-batch."""
-  costs = costs_of('two domains', prefetch_layers=0)
-  for seed in range(8):
+  for seed, meets in itertools.product(range(8), ('span', 'group')):
+    costs = costs_of('two domains', exchange_meets=meets)
     plan = random_plan(costs.cluster, seed, solo=0.5 * (seed % 2))
     more = parameters_s(costs) + costs.data_reduce_s + costs.optimizer_s
     assert simulate(costs, [plan]).step_s <= (predicted_s(plan, costs) + more) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize('meets', ['span', 'group'])
+@pytest.mark.parametrize('chunks', [1, 3])
+@pytest.mark.parametrize('mesh', MESHES)
+def test_alike_layers_played_at_once_are_those_played_one_by_one(mesh, chunks, meets):
+  """Recording spans plays each layer by itself."""
+  for seed, model in enumerate(MODELS.values()):
+    costs = costs_of(mesh, dataclasses.replace(model, num_layers=9), exchange_meets=meets)
+    assert len(costs.sorts) < 9
+    plans = [random_plan(costs.cluster, 10 * seed + i, 0.5 * (seed % 2)) for i in range(2)]
+    once, each = (simulate(costs, plans, exchange_chunks=chunks, spans=spans) for spans in (False, True))
+    assert once.step_s == pytest.approx(each.step_s, rel=1e-12)
+    for cause in CAUSES:
+      assert once.seconds[cause] == pytest.approx(each.seconds[cause], rel=1e-9, abs=1e-12)
+    for cause, links in each.sent.items():
+      for found, sent in zip(once.sent[cause], links, strict=True):
+        assert found == pytest.approx(sent, rel=1e-12)
+
+
+@pytest.mark.parametrize('prefetch_layers', [0, 1])
+@pytest.mark.parametrize('mesh', MESHES)
+def test_meetings_of_fewer_ranks_are_never_slower(mesh, prefetch_layers):
+  """Where collectives of parameters don't get in the way: ranks that drift meet more of them."""
+  for seed, model in enumerate(MODELS.values()):
+    plans = [random_plan(costs_of(mesh).cluster, 10 * seed + i, 0.5 * (seed % 2)) for i in range(2)]
+    group_s, span_s = (
+      simulate(
+        costs_of(
+          mesh, model, prefetch_layers=prefetch_layers, exchange_meets=meets, share_inter_node_link=False
+        ),
+        plans,
+      ).step_s
+      for meets in ('group', 'span')
+    )
+    assert group_s <= span_s * (1 + 1e-12)
 
 
 FLAGS = [
@@ -77,35 +114,47 @@ def test_spans_cover_the_step_on_every_rank(mesh):
     assert simulate(costs, plans).spans is None
 
 
+MORE_RATES = RATES | {
+  'peer_latency_s': 2e-5, 'parameter_intra_node_bytes_per_s': 2e5, 'parameter_inter_node_bytes_per_s': 5e4,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize('prefetch_layers', [0, 1])
 @pytest.mark.parametrize('mesh', MESHES)
 def test_better_machines_are_never_slower(mesh, prefetch_layers):
   changes = [
-    {name: RATES[name] * factor}
-    for name, factor in itertools.product(RATES, (0.5, 2.0))
+    {name: MORE_RATES[name] * factor}
+    for name, factor in itertools.product(MORE_RATES, (0.5, 2.0))
     if name != 'peak_flops_per_s'
   ]
   for seed, model in enumerate(MODELS.values()):
-    base = costs_of(mesh, model, prefetch_layers=prefetch_layers)
+    base = costs_of(mesh, model, prefetch_layers=prefetch_layers, **MORE_RATES)
     plans = [random_plan(base.cluster, 10 * seed + i, 0.5 * (seed % 2)) for i in range(2)]
     step_s = simulate(base, plans).step_s
     for change in changes:
       ((name, value),) = change.items()
-      changed = costs_of(mesh, model, prefetch_layers=prefetch_layers, **change)
+      changed = costs_of(mesh, model, prefetch_layers=prefetch_layers, **(MORE_RATES | change))
       changed_s = simulate(changed, plans).step_s
-      better = (value < RATES[name]) == name.endswith('latency_s')
+      better = (value < MORE_RATES[name]) == name.endswith('latency_s')
       assert changed_s <= step_s * (1 + 1e-12) if better else changed_s >= step_s * (1 - 1e-12)
 
 
 @pytest.mark.parametrize('mesh', MESHES)
 def test_gathering_further_ahead_is_never_slower(mesh):
+  """Where collectives have a link of their own. Where they share it, more of them may get in the way."""
   for seed, model in enumerate(MODELS.values()):
     plans = [random_plan(costs_of(mesh).cluster, 10 * seed + i, 0.5 * (seed % 2)) for i in range(2)]
-    steps_s = [
-      simulate(costs_of(mesh, model, prefetch_layers=ahead), plans).step_s for ahead in (0, 1, 2, 3, 20)
-    ]
-    assert all(more <= fewer * (1 + 1e-12) for fewer, more in itertools.pairwise(steps_s))
-    assert steps_s[1] < steps_s[0]
+    alone_s, shared_s = (
+      [
+        simulate(costs_of(mesh, model, prefetch_layers=ahead, share_inter_node_link=share), plans).step_s
+        for ahead in (0, 1, 2, 3, 20)
+      ]
+      for share in (False, True)
+    )
+    assert all(more <= fewer * (1 + 1e-12) for fewer, more in itertools.pairwise(alone_s))
+    assert alone_s[1] < alone_s[0] == shared_s[0]
+    assert all(alone <= shared * (1 + 1e-12) for alone, shared in zip(alone_s, shared_s, strict=True))
+    assert max(shared_s[1:]) < shared_s[0]
 
 
 @pytest.mark.parametrize('prefetch_layers', [0, 1])
@@ -154,7 +203,8 @@ def test_redistribution_costs_nothing_where_ranks_are_even(mesh):
   own = random_plan(cluster, 3, wide_children=1.0)
   for plan in (even, dataclasses.replace(own, children=own.parents)):
     step, without = simulate(costs, [plan], redistribute=True), simulate(costs, [plan])
-    assert step.step_s == without.step_s and not step.seconds['redistribution'].any()
+    assert step.step_s == pytest.approx(without.step_s, rel=1e-12)
+    assert not step.seconds['redistribution'].any()
 
 
 def test_redistribution_moves_what_changes_hands():
@@ -177,7 +227,7 @@ def test_redistribution_moves_what_changes_hands():
 
 def test_parameters_are_hidden_behind_enough_work():
   """With slow computation only those at both ends show, where there is nothing to hide them."""
-  costs = costs_of('two nodes', matmul_flops_per_s=1e3)
+  costs = costs_of('two nodes', matmul_flops_per_s=1e3, prefetch_layers=1)
   groups = [Group(0, 8, (0,))]
   step = simulate(costs, [plan_of([40], groups, groups, costs.cluster)])
   first = costs.layers[0]

@@ -15,7 +15,7 @@ MAX_DOMAIN_RANKS = 32  # GPU ragged all-to-alls beyond this crash in some XLA ve
 
 @dataclass(frozen=True)
 class ClusterConfig:
-  """The machines: `domains` x `nodes` x `ranks_per_node` ranks. The default rates are those of H100 nodes.
+  """The machines: `domains` x `nodes` x `ranks_per_node` ranks. The default rates are about those of H100s.
 
   Attributes:
     nodes: nodes of a domain, that is of what one parent can reach. A power of two.

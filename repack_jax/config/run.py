@@ -31,6 +31,7 @@ WAYS = {
 _SOLO_WAYS = ('parents_solo', 'solve_solo')
 MODES = tuple(WAYS)
 STDLIB = 'stdlib'
+MOST_GROUP_TOKENS = 2**31 - 1  # slots of a group: positions in its stream are int32 on devices
 
 
 def _check_seed(config: DataConfig | SimulatorConfig | TrainConfig, bits: int) -> None:
@@ -291,6 +292,13 @@ class RunConfig:
       f'({cluster.domain_ranks} ranks a domain, {model.num_heads} heads, max_sp_degree '
       f'{planner.max_sp_degree}) at {planner.capacity_tokens} tokens a rank. Raise '
       'PlannerConfig.capacity_tokens or the number of ranks, or lower it',
+    )  # fmt: skip
+    group_tokens = degrees[-1] * planner.capacity_tokens
+    require(
+      group_tokens <= MOST_GROUP_TOKENS, 'PlannerConfig.capacity_tokens', planner.capacity_tokens,
+      f'the stream of a group, up to SP{degrees[-1]} here, would have {group_tokens} '
+      f'slots, and its positions are int32 on the devices: at most {MOST_GROUP_TOKENS}. Lower it, or '
+      'PlannerConfig.max_sp_degree',
     )  # fmt: skip
     if planner.mode == 'static' and planner.static_sp_degree:
       require(

@@ -140,10 +140,22 @@ class _Parameters:
       self.free_s = np.maximum(self.free_s, not_before_s) + seconds
       self.ahead.append((seconds, self.free_s))
 
-  def delay(self, now_s: np.ndarray, seconds: np.ndarray) -> None:
-    """Makes what still runs now, and all behind it, end so much later: [domains] each."""
-    self.ahead = [(lasts_s, np.where(end_s > now_s, end_s + seconds, end_s)) for lasts_s, end_s in self.ahead]
-    self.free_s = np.where(self.free_s > now_s, self.free_s + seconds, self.free_s)
+  def share(self, clock: np.ndarray, shared_s: np.ndarray, domain_starts: np.ndarray) -> None:
+    """Delays what runs or waits behind exchanges that have half the link, by as much as runs beside them.
+
+    Args:
+      clock: when each rank's exchange begins, [num_ranks].
+      shared_s: what the exchange lasts with the whole link, [num_ranks]; 0 where it does not use it.
+      domain_starts: first ranks, [domains].
+    """
+    of_domain = np.diff(domain_starts, append=len(clock))
+
+    def delayed(end_s: np.ndarray) -> np.ndarray:
+      beside_s = np.minimum(shared_s, np.maximum(0, np.repeat(end_s, of_domain) - clock))
+      return end_s + np.maximum.reduceat(beside_s, domain_starts)
+
+    self.ahead = [(lasts_s, delayed(end_s)) for lasts_s, end_s in self.ahead]
+    self.free_s = delayed(self.free_s)
 
 
 class _Player:
@@ -313,13 +325,11 @@ class _Player:
   def _exchange(self, cause: str, of: LayoutTimes, seconds: np.ndarray) -> None:
     """One site. Between nodes it shares the link with the collectives of parameters that run meanwhile."""
     if self.cluster.share_inter_node_link and self.cluster.prefetch_layers and of.crosses.any():
-      domain_ranks = self.cluster.domain_ranks
-      busy_s = np.maximum(0, np.repeat(self.parameters.free_s, domain_ranks) - self.clock)
       # Both have half the link until one of the two is done: each takes as much longer as the other runs.
-      both_s = np.where(of.crosses, np.minimum(seconds, busy_s), 0.0)
-      seconds = seconds + both_s
-      now_s = np.minimum.reduceat(self.clock, self.domain_starts)
-      self.parameters.delay(now_s, np.maximum.reduceat(both_s, self.domain_starts))
+      shared_s = np.where(of.crosses, seconds, 0.0)
+      busy_s = np.maximum(0, np.repeat(self.parameters.free_s, self.cluster.domain_ranks) - self.clock)
+      seconds = seconds + np.minimum(shared_s, busy_s)
+      self.parameters.share(self.clock, shared_s, self.domain_starts)
     self.work(cause, seconds)
 
   def _experts(self, times: PlanTimes, of: LayoutTimes, per_token_s: float) -> None:

@@ -1,0 +1,141 @@
+"""Who waits for whom at an exchange, what a meeting costs, and links that are shared, by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from steps import DENSE, computed_s, cores_s, costs_of, parameters_s, plan_of
+
+from repack_jax.config import ClusterConfig
+from repack_jax.plan.plan import PARENTS, Group, Plan
+from repack_jax.plan.wire import Wire
+from repack_jax.predict.costs import Costs, LayerCosts
+from repack_jax.predict.plan_times import plan_times, predicted_s
+from repack_jax.predict.simulator import simulate
+
+FULL = dataclasses.replace(DENSE, num_layers=1, pattern='F')
+PEER_S = 1e-5
+
+
+def pair_and_others(costs: Costs) -> Plan:
+  """Four ranks: two that share a sample, one with a longer one of its own, one with nothing."""
+  groups = [Group(0, 2, (0,)), Group(2, 1, (1,)), Group(3, 1)]
+  return plan_of([8, 12], groups, groups, costs.cluster)
+
+
+@pytest.mark.parametrize('meets', ['span', 'group'])
+def test_who_waits_at_an_exchange(meets):
+  costs = costs_of((1, 1, 4), FULL, exchange_meets=meets, peer_latency_s=PEER_S)
+  plan = pair_and_others(costs)
+  step = simulate(costs, [plan])
+  shared_s, alone_s = cores_s(costs, 8)[PARENTS] / 2, cores_s(costs, 12)[PARENTS]
+  assert alone_s > shared_s
+  # 4 tokens to one peer: of 16 heads and twice 4 key/value heads half, then half of 16 back.
+  dispatch_s, combine_s = (4 * heads * 2 * 4 / 4e5 for heads in (8 + 2 * 2, 8))
+  passes = (1, costs.attention_backward)
+  waited = step.seconds["wait: parents' exchange"]
+  if meets == 'span':
+    # All ranks of the node are at both sites: each pays for three peers; combine begins with the last.
+    site_s = 1e-4 + 3 * PEER_S
+    cores = [max(dispatch_s + factor * shared_s, factor * alone_s) for factor in passes]
+    pass_s = sum(cores) + 2 * (2 * site_s + combine_s)
+    assert waited[3] == pytest.approx(sum(cores))
+    assert waited[2] == pytest.approx(sum(cores) - 3.5 * alone_s)
+    sites = step.seconds["parents' exchange"]
+    assert sites == pytest.approx(4 * site_s + 2 * np.array([dispatch_s + combine_s] * 2 + [0, 0]))
+  else:
+    # The pair pays for one peer, and the others do not know of it.
+    sites_s = 2 * (1e-4 + PEER_S) + dispatch_s + combine_s
+    pass_s = sum(max(sites_s + factor * shared_s, factor * alone_s) for factor in passes)
+    assert not waited.any()
+    assert step.seconds["parents' exchange"] == pytest.approx([2 * sites_s] * 2 + [0, 0])
+  expected = computed_s(costs, 16, 0, {PARENTS: 0.0}) + pass_s
+  assert step.step_s == pytest.approx(expected + parameters_s(costs))
+  assert predicted_s(plan, costs) == pytest.approx(expected - costs.optimizer_s)
+
+
+def test_a_rank_alone_waits_for_solo_samples_elsewhere_in_the_span():
+  """A rank is done when its solo samples are: where the span meets, combine begins behind them."""
+  group = (Group(0, 1), Group(1, 1))
+  for meets, waited_s in (('span', 3.5), ('group', 0.0)):
+    costs = costs_of((1, 1, 2), FULL, exchange_meets=meets)
+    plan = Plan((0,), (9,), group, group, 'solve', 16, 2, 2, 2, (Group(0, 1, (0,)),)).validate()
+    core_s = cores_s(costs, 9)[PARENTS]
+    found = simulate(costs, [plan]).seconds["wait: parents' exchange"]
+    assert found == pytest.approx([0, waited_s * core_s])
+
+
+def test_a_program_wider_than_the_plan_costs_its_own():
+  """Groups inside nodes, in a program whose exchanges span both, with more slots than the plan needs."""
+  costs = costs_of((1, 2, 2), DENSE, peer_latency_s=PEER_S)
+  groups = [Group(0, 2, (0,)), Group(2, 2, (1,))]
+  plan = plan_of([16, 16], groups, groups, costs.cluster)
+  own = plan.program(2)
+  step, same = simulate(costs, [plan]), simulate(costs, [plan], programs=[own])
+  assert same.step_s == step.step_s
+  # Two layers, two passes, two sites: the latency of the farther link, and two peers more.
+  wide = simulate(costs, [plan], programs=[own._replace(parents_span=4, children_span=4)])
+  assert wide.step_s - step.step_s == pytest.approx(8 * (3e-4 - 1e-4 + 2 * PEER_S))
+  half = simulate(costs, [plan], programs=[own._replace(parents_span=4)])
+  assert half.step_s - step.step_s == pytest.approx(4 * (3e-4 - 1e-4 + 2 * PEER_S))
+  slots = simulate(costs, [plan], programs=[own._replace(capacity_tokens=40)])
+  assert slots.step_s - step.step_s == pytest.approx(24 * costs.slot_s)
+  assert slots.seconds['padding'] - step.seconds['padding'] == pytest.approx(24 * costs.slot_s)
+  # It sends no more; and a meeting of groups is the plan's own, whatever the program.
+  for played in (wide, slots):
+    np.testing.assert_array_equal(played.sent["parents' exchange"], step.sent["parents' exchange"])
+  grouped = costs_of((1, 2, 2), DENSE, peer_latency_s=PEER_S, exchange_meets='group')
+  times, wider = (
+    plan_times(plan, grouped, program).layouts[PARENTS]
+    for program in (own, own._replace(parents_span=4, children_span=4))
+  )
+  assert times.dispatch_s.tolist() == wider.dispatch_s.tolist()
+  with pytest.raises(ValueError, match='zip'):
+    simulate(costs, [plan, plan], programs=[own])
+
+
+def two_long_layers(shape: dict[str, int], gather_s: float, share: bool) -> Costs:
+  """Layers of nothing but exchanges of a second a site, a core of half a second, and parameters."""
+  cluster = ClusterConfig(
+    **shape, prefetch_layers=1, share_inter_node_link=share, intra_node_bytes_per_s=16,
+    inter_node_bytes_per_s=16, intra_node_latency_s=0, inter_node_latency_s=0,
+  )  # fmt: skip
+  layer = LayerCosts(PARENTS, lambda tokens: tokens / 8, gather_s=gather_s)
+  return Costs(cluster, Wire((2,), 2, 1, 4), (layer, layer), vocabulary_tables=1)
+
+
+@pytest.mark.parametrize(
+  ('gather_s', 'alone_s', 'shared_s'),
+  [
+    # Of 3 s: the second layer's gather runs beside both sites of the first, which end at 3 + 2 + 0.5 + 2 and
+    # it at 6 + 2; backward, from 13.5 on, beside one site and 0.75 s of the other, until 18.5. Then one more.
+    (3.0, 18.0, 21.75),
+    # Of half a second: over within the dispatch, which lasts that much longer; once forward, once backward.
+    (0.5, 12.5, 13.5),
+  ],
+)
+def test_exchanges_between_nodes_share_the_link_with_parameters(gather_s, alone_s, shared_s):
+  groups = [Group(0, 2, (0,))]
+
+  def step_s(shape: dict[str, int], share: bool) -> float:
+    costs = two_long_layers(shape, gather_s, share)
+    return simulate(costs, [plan_of([8], groups, groups, costs.cluster)]).step_s
+
+  between, inside = {'nodes': 2, 'ranks_per_node': 1}, {'nodes': 1, 'ranks_per_node': 2}
+  assert step_s(between, share=True) == pytest.approx(shared_s)
+  assert step_s(between, share=False) == pytest.approx(alone_s)
+  assert step_s(inside, share=True) == step_s(inside, share=False) == pytest.approx(alone_s)
+
+
+def test_a_shared_link_is_never_faster_and_follows_both():
+  """Slower by no more than all that runs at once, and continuous in when it begins."""
+  groups = [Group(0, 2, (0,))]
+  shape = {'nodes': 2, 'ranks_per_node': 1}
+  steps_s = []
+  for gather_s in np.linspace(0, 4, 41):
+    alone, shared = (two_long_layers(shape, gather_s, share) for share in (False, True))
+    plan = plan_of([8], groups, groups, shared.cluster)
+    alone_s, shared_s = (simulate(costs, [plan]).step_s for costs in (alone, shared))
+    assert alone_s <= shared_s <= alone_s + 2 * min(2, gather_s) + 1e-9
+    steps_s.append(shared_s)
+  assert (np.diff(steps_s) >= 0).all() and (np.diff(steps_s) <= 6 * 0.1 + 1e-9).all()
