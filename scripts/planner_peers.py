@@ -312,7 +312,7 @@ def _milp(
   used = [solver.BoolVar('') for _ in candidates]
   holds = [[solver.IntVar(0, int(count), '') for count in counts] for _ in candidates]
   for p, chosen, held in zip(candidates, used, holds, strict=True):
-    exchange_s, latency_s = 2 * layers * costs.exchange_s(p), 2 * layers * costs.exchange_latency_s(p)
+    exchange_s, latency_s = 2 * layers * costs.exchange_s(p), 4 * layers * float(costs.site_latency_s(p))
     of_one = (work_ms + 1e3 * exchange_s * bucket_tokens) / p
     busy = sum(ms * n for ms, n in zip(of_one.tolist(), held, strict=True)) + 1e3 * latency_s * chosen
     solver.Add(busy <= slowest_ms)

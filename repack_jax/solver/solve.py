@@ -239,7 +239,7 @@ class _Batch:
 
     def candidates(allowed: Sequence[str]) -> Iterator[_Candidate]:
       """Yields what fits of these ways: for several domains, the best mixture of them and of fewer ways."""
-      choices = [(way,) for way in allowed if way in found[0]]
+      choices: list[tuple[str, ...]] = [(way,) for way in allowed if way in found[0]]
       if len(found) > 1:
         fewer = [of for of in (*WAYS.values(), *ways.values()) if set(of) <= set(allowed)]
         mixed = (self._mixed(kept, of) for of in dict.fromkeys(fewer) for kept in (found, in_nodes))
