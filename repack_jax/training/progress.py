@@ -31,7 +31,7 @@ def opening(run: RunConfig, device: str, workdir: object, done: int) -> str:
   lines = [
     f'trains {total_parameters(run.model):,} parameters on {describe_cluster(run)}, {device}: '
     f'{count(left, "step")} of at most {run.data.batch_tokens:,} tokens',
-    f'compiles up to {programs}, each when a plan first needs it; of a small model typically in under a minute',
+    f'compiles up to {programs}, each when a plan first needs it; small ones typically in under a minute',
     "the bar's time left is an estimate from the steps done; compiling comes on top",
   ]
   if train.compare_steps and not done:
