@@ -32,6 +32,22 @@ def test_what_ends_in_an_error_ends_the_clock_too():
       pass
 
 
+def test_a_stream_that_nobody_reads_does_not_block_the_steps(monkeypatch):
+  with Progress(RUN, 0) as progress:
+    with monkeypatch.context() as broken:
+
+      def fail(*args, **kwargs):
+        raise BrokenPipeError
+
+      broken.setattr(progress._bar, 'display', fail)
+      with progress.doing('x'):
+        time.sleep(0.2)
+    for lock in progress._bar.get_lock().locks:
+      assert lock.acquire(timeout=2)
+      lock.release()
+    progress.step('goes on')
+
+
 @pytest.mark.parametrize(
   ('mode', 'nodes', 'step_tokens', 'most'),
   [('static', 2, 0, 1), ('parents', 2, 0, 2), ('repack', 2, 0, 3), ('solve', 2, 0, 6), ('solve', 1, 0, 2),

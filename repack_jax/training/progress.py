@@ -112,17 +112,21 @@ class Progress:
 
   def _tick(self, over: threading.Event) -> None:
     between = 1 if sys.stderr.isatty() else _TICKS_A_LINE_IN_LOGS
-    self._show()
     ticks = 0
-    while not over.wait(_TICK_S):
-      self._leave_out()
-      ticks += 1
-      if ticks % between == 0:
-        self._show()
+    with contextlib.suppress(OSError):  # nobody reads any more; the thread of the steps will notice
+      self._show()
+      while not over.wait(_TICK_S):
+        self._leave_out()
+        ticks += 1
+        if ticks % between == 0:
+          self._show()
 
   def _show(self) -> None:
     what, since = self._doing[-1]
-    self._bar.set_postfix_str(f'{what}: {time.monotonic() - since:.0f} s')
+    self._bar.set_postfix_str(f'{what}: {time.monotonic() - since:.0f} s', refresh=False)
+    # tqdm would keep its lock where writing fails, and the thread of the steps wait for it for ever.
+    with self._bar.get_lock():
+      self._bar.refresh(nolock=True)
 
   def _leave_out(self) -> None:
     now = time.time()  # the clock of tqdm
