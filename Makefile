@@ -14,7 +14,8 @@ PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
   $$p -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null && echo $$p && break; done)
 CONFIG ?= configs/tiny_cpu.gin
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# In a terminal pip shows what it does, with a bar for each download.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check $(shell test -t 2 || echo --quiet)
 # Compiled programs are kept between runs.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
@@ -56,17 +57,21 @@ setup-dev: .venv/.installed-dev
 
 .venv/bin/python:
 	@test -n "$(PYTHON)" || { echo "error: no Python 3.11 or 3.12 found; say PYTHON=/path/to/python3.12"; exit 2; }
-	$(PYTHON) -m venv .venv
+	@echo "making .venv with $(PYTHON)"
+	@$(PYTHON) -m venv .venv
 
 # The checkout itself is installed as editable: scripts, tests and examples import it without path edits.
 .venv/.installed: requirements.txt pyproject.toml | .venv/bin/python
-	$(PIP) -r requirements.txt
-	$(PIP) --no-deps --editable .
-	touch $@
+	@echo "installing JAX and the rest of requirements.txt into .venv: downloads of about 250 MB, 1 GB on the disk;"
+	@echo "  typically 1 to 3 minutes, once"
+	@$(PIP) -r requirements.txt
+	@$(PIP) --no-deps --editable .
+	@touch $@
 
 .venv/.installed-%: requirements-%.txt .venv/.installed
-	$(PIP) -r requirements.txt -r $<
-	touch $@
+	@echo "installing $< into .venv"
+	@$(PIP) -r requirements.txt -r $<
+	@touch $@
 
 clean:
 	rm -rf .venv .cache .pytest_cache .ruff_cache .mypy_cache build *.egg-info

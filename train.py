@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # JAX starts only when the config has said how many devices t
   from repack_jax.training.checkpoints import Checkpoints
   from repack_jax.training.loop import DataState, Position, StepDone
   from repack_jax.training.metrics import MetricsFile
+  from repack_jax.training.pages import PlanPages
   from repack_jax.training.planned_steps import PlannedStep
 
 log = logging.getLogger('train')
@@ -87,22 +88,24 @@ class Setup:
     self.index = index_samples(self.source, run.data)
     self.mesh = meshes.make_mesh(run.cluster)
     self.step = TrainStep(run, self.mesh, Decoder(run.model))
-    log.info(
-      'mesh: data %d x node %d x local %d on %s',
-      *self.mesh.devices.shape, self.mesh.devices.flat[0].device_kind,
-    )  # fmt: skip
-    if self.mesh.devices.flat[0].platform == 'gpu':
+    first = self.mesh.devices.flat[0]
+    emulated = first.platform == 'cpu'
+    self.device = "emulated on this machine's CPU" if emulated else f'each a {first.device_kind}'
+    log.info('mesh: data %d x node %d x local %d on %s', *self.mesh.devices.shape, first.device_kind)
+    if first.platform == 'gpu':
       log.info('XLA_FLAGS: %s', os.environ['XLA_FLAGS'])
 
-  def planned_steps(self, data_state: DataState | None, workdir: Path | None = None) -> Iterator[PlannedStep]:
-    """Returns the steps from here on, planned and packed; pages of some go to the workdir on the way."""
+  def planned_steps(
+    self, data_state: DataState | None, pages: PlanPages | None = None
+  ) -> Iterator[PlannedStep]:
+    """Returns the steps from here on, planned and packed; some are drawn on the way."""
     from repack_jax.data.batches import Batcher
     from repack_jax.training.hooks import Every
     from repack_jax.training.planned_steps import planned_steps
 
     hooks: list[Every[PlannedStep]] = []
-    if workdir is not None:
-      hooks.append(Every(self.run.train.draw_every_steps, lambda planned: _draw(self.run, workdir, planned)))
+    if pages is not None:
+      hooks.append(Every(self.run.train.draw_every_steps, pages.draw))
     batches = Batcher(self.run.data, self.source, data_state, self.index)
     return planned_steps(self.run, batches, self.step.put, hooks)
 
@@ -112,6 +115,8 @@ def train(run: RunConfig, workdir: Path) -> int:
   from repack_jax.training.checkpoints import Checkpoints
   from repack_jax.training.loop import initial_position, restored_position
   from repack_jax.training.metrics import MetricsFile, summary
+  from repack_jax.training.pages import PlanPages
+  from repack_jax.training.progress import opening
   from repack_jax.training.signals import collected_signals
   from repack_jax.training.workdir import check_workdir, claim_workdir
 
@@ -120,65 +125,69 @@ def train(run: RunConfig, workdir: Path) -> int:
     setup = Setup(run)
     claim_workdir(run, workdir)
     with contextlib.closing(Checkpoints(workdir, run.train.keep_checkpoints)) as checkpoints:
+      print(opening(run, setup.device, workdir, checkpoints.latest_step or 0), flush=True)
       if checkpoints.latest_step is None:
         position = initial_position(setup.step)
       else:
         position = restored_position(*checkpoints.restore(setup.step.state_shapes()))
         log.info('resuming %s after step %d', workdir, position.done)
+      pages = PlanPages(run, workdir)
       with contextlib.closing(MetricsFile(workdir / 'metrics.jsonl', position.done)) as metrics:
-        _train_steps(setup, workdir, position, checkpoints, metrics, stop)
+        _train_steps(setup, position, checkpoints, metrics, pages, stop)
   stopped = f' (stopped by {stop[0].name}, saved; the same command with --workdir resumes)' if stop else ''
   print(f'\nrun in {workdir}{stopped}\n{summary(metrics.records, setup.index.counts)}')
+  if drawn := pages.draw_largest_saving(metrics.records):
+    page, what = drawn
+    print(f'  {"largest saving":<20}{what}\n  {"its plan":<20}{page}')
   return 128 + stop[0] if stop else 0
 
 
 def _train_steps(
   setup: Setup,
-  workdir: Path,
   start: Position,
   checkpoints: Checkpoints,
   metrics: MetricsFile,
+  pages: PlanPages,
   stop: list[signal.Signals],
 ) -> None:
   """Trains with what goes on beside it: a record and the progress bar each step, checkpoints as asked for."""
-  from tqdm import tqdm
-
   from repack_jax.data.prefetch import Prefetcher
+  from repack_jax.training.comparison import Comparison
   from repack_jax.training.hooks import Every
   from repack_jax.training.loop import TrainLoop
   from repack_jax.training.metrics import status, step_record
+  from repack_jax.training.progress import Progress
 
   config = setup.run.train
+  comparison = Comparison(setup.step, 0 if start.done else config.compare_steps)
 
   def record(step: StepDone) -> None:
-    metrics.write(step_record(setup.run, step))
-    bar.set_postfix_str(status(metrics.records[-1]), refresh=False)
-    bar.update()
+    found = step_record(setup.run, step)
+    if not comparison.is_over:
+      with progress.doing(f'step {step.position.done} with repacking disabled'):
+        found['loss_disabled'] = comparison.loss(step.planned)
+    metrics.write(found)
+    pages.note(step.planned)
+    progress.step(status(found))
+
+  def first_shown(planned: Iterator[tuple[PlannedStep, float]]) -> Iterator[tuple[PlannedStep, float]]:
+    with progress.doing('planning the first step'):
+      first = next(planned)
+    yield first
+    yield from planned
 
   hooks = [
     Every(1, record),
     Every(config.checkpoint_every, lambda step: checkpoints.save(step.position)),
   ]
   loop = TrainLoop(setup.step, start, hooks)
-  planned = Prefetcher(setup.planned_steps(start.data_state, workdir), setup.run.planner.lookahead_steps)
-  with planned, tqdm(total=config.steps, initial=start.done, unit='step', dynamic_ncols=True) as bar:
-    bar.set_postfix_str('compiling the first step')
+  planned = Prefetcher(setup.planned_steps(start.data_state, pages), setup.run.planner.lookahead_steps)
+  with planned, Progress(setup.run, start.done) as progress:
+    setup.step.watch_compile = progress.compiling
     try:
-      loop.run(planned, config.steps, lambda: stop)
+      loop.run(first_shown(planned), config.steps, lambda: stop)
     finally:  # whatever ends the loop, what was trained is kept
       checkpoints.save(loop.position)
-
-
-def _draw(run: RunConfig, workdir: Path, planned: PlannedStep) -> None:
-  """Writes a page with the plan of a step."""
-  from repack_jax.report import plan_page
-  from repack_jax.report.case import cases_of
-
-  folder = workdir / 'plans'
-  folder.mkdir(exist_ok=True)
-  lengths = [len(sample) for sample in planned.batch.samples]
-  page = plan_page(run, cases_of(run, lengths), f'Step {planned.step} of {workdir.name}')
-  (folder / f'step-{planned.step:06d}.html').write_text(page)
 
 
 def dry_run(run: RunConfig) -> int:

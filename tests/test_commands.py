@@ -4,6 +4,7 @@ import gzip
 import importlib
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -173,3 +174,16 @@ def test_plan_explains_mistakes(args, message, capsys, tmp_path):
   path = tmp_path / 'lengths.txt'
   path.write_text('5000\n100\n')
   assert message in error_of(capsys, 'plan', str(path), '--config', TINY, *args)
+
+
+def test_plan_draws_every_rank_and_group(capsys, tmp_path):
+  file, lengths = tmp_path / 'plan.svg', tmp_path / 'lengths.txt'
+  lengths.write_text('\n'.join(map(str, LENGTHS)))
+  shown(capsys, 'plan', str(lengths), '--config', TINY, '--svg', str(file))
+  drawn = ElementTree.parse(file).getroot()
+  texts = [text.text for text in drawn.iter('{http://www.w3.org/2000/svg}text')]
+  assert {'Batch 1 of lengths.txt', 'node 0', 'node 1', 'SP16', 'SP8', '3,000'} <= set(texts)
+  blocks = [rect for rect in drawn.iter('{http://www.w3.org/2000/svg}rect') if rect.get('height') == '10']
+  width = float(drawn.get('width'))
+  assert len(blocks) > 2 * 16
+  assert all(float(b.get('width')) > 0 and float(b.get('x')) + float(b.get('width')) < width for b in blocks)

@@ -9,7 +9,7 @@ from repack_jax.config import ClusterConfig, RunConfig
 from repack_jax.data.batches import Batch
 from repack_jax.predict import flops
 from repack_jax.training.loop import Position, StepDone
-from repack_jax.training.metrics import HOST_METRICS, MetricsFile, step_record, summary
+from repack_jax.training.metrics import HOST_METRICS, MetricsFile, status, step_record, summary
 from repack_jax.training.planned_steps import planned_steps
 
 
@@ -44,9 +44,16 @@ def test_metrics_file_keeps_the_steps_of_the_checkpoint(tmp_path):
 def test_summary_by_hand():
   fates = {'split_documents': 2, 'dropped_documents': 3, 'truncated_documents': 4, 'empty_documents': 5}
   counts = fates | {'documents': 12345, 'epoch_tokens': 1600}
-  records = [record(1), record(2, children={'1': 4}, widest_parent=32, dropped_assignments=7)]
+  records = [
+    record(1, cross_node_bytes=46, loss_disabled=4.5),
+    record(
+      2, cross_node_bytes=74, children={'1': 4}, widest_parent=32, dropped_assignments=7, loss_disabled=3.0
+    ),
+  ]
   assert summary(records, counts).splitlines() == [
     '  final loss          3.3333 over the last 2 of 2 steps (first 4.0000)',
+    '  first losses        4.00000 3.00000',
+    '  repacking disabled  4.50000 3.00000, the same batches: at most 0.5 apart',
     '  tokens trained      2,000 (1.25 epochs)',
     '  documents           12,345 in the source: 2 split, 3 dropped, 4 truncated, 5 empty',
     '  expert assignments  7 dropped',
@@ -54,6 +61,7 @@ def test_summary_by_hand():
     '  widest parent       SP32',
     '  children            SP1: 4, SP2: 3, SP8: 1; 25% of tokens in none, on single ranks',
     '  crossed nodes       120 bytes; 160 with repacking disabled (-25.0%)',
+    '                      at least a tenth fewer bytes in 1 of 2 steps',
     '  predicted           a step takes 0.840 times as long as with repacking disabled, by the '
     "config's rates",
   ]
@@ -67,7 +75,7 @@ def step_done(run: RunConfig) -> StepDone:
     planned_steps(run, [batch], lambda plan: plan.program(run.sp_degrees[-1]), lambda arrays: None)
   )
   position = Position(1, None, {})  # type: ignore[arg-type]
-  return StepDone(planned, position, {'loss': 1.5, 'dropped_assignments': 0}, 2.0, 0.5, 1)
+  return StepDone(planned, position, {'loss': 1.5, 'dropped_assignments': 0}, 2.0, 1.5, 0.5, 1)
 
 
 def test_mfu_by_hand(monkeypatch):
@@ -85,3 +93,5 @@ def test_a_record_holds_what_hosts_and_devices_report():
   assert found['loss'] == 1.5 and found['step'] == 1 and found['mode'] == 'solve'
   assert found['tokens_per_s'] == 100 / 2.5 and found['target_tokens'] == 98
   assert found['padding_fraction'] == 1 - 100 / (16 * 512)
+  # 2 s of which 1.5 compiled, and half a second of waiting.
+  assert 'loss 1.500, 100 tokens/s' in status(found)

@@ -18,9 +18,10 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MINI = ROOT / 'tests' / 'mini.gin'
 STEPS = 15
+COMPARED = 2
 FIELDS = {
   'step', 'loss', 'grad_norm', 'lr', 'tokens', 'target_tokens', 'padding_fraction', 'tokens_per_s', 'step_s',
-  'plan_s', 'data_wait_s', 'imbalance', 'widest_parent', 'children', 'cross_node_bytes',
+  'compile_s', 'plan_s', 'data_wait_s', 'imbalance', 'widest_parent', 'children', 'cross_node_bytes',
   'cross_node_bytes_disabled', 'compiles', 'mode', 'plan_digest', 'micro_batches', 'epoch', 'balance_loss',
   'router_z_loss', 'dropped_assignments', 'predicted_s', 'predicted_s_disabled', 'solo_tokens',
 }  # fmt: skip
@@ -122,14 +123,17 @@ def runs(tmp_path_factory) -> Iterator[Runs]:
 @pytest.fixture(scope='module')
 def straight(runs) -> Finished:
   """The uninterrupted run that others must equal."""
-  return runs.run('straight')
+  return runs.run('straight', f'TrainConfig.compare_steps={COMPARED}')
 
 
 def test_a_run_and_its_records(runs, straight):
   records = runs.records('straight')
   assert [record['step'] for record in records] == list(range(1, STEPS + 1))
   for record in records:
-    assert set(record) == FIELDS
+    # Of the first steps, the loss with repacking disabled too: the same but for roundings.
+    assert set(record) == FIELDS | ({'loss_disabled'} if record['step'] <= COMPARED else set())
+    assert abs(record.get('loss_disabled', record['loss']) - record['loss']) < 1e-5
+    assert 0 <= record['compile_s'] <= record['step_s']
     assert 0 < record['target_tokens'] < record['tokens'] <= 200
     assert record['padding_fraction'] == 1 - record['tokens'] / (4 * 64)
     assert record['tokens_per_s'] == record['tokens'] / (record['step_s'] + record['data_wait_s'])
@@ -147,14 +151,32 @@ def test_a_run_and_its_records(runs, straight):
 
 
 def test_what_a_run_prints(runs, straight):
-  lines = straight.out.strip().splitlines()
-  assert lines[0] == f'run in {runs.folder / "straight"}'
-  assert [line[2:22].strip() for line in lines[1:]] == [
-    'final loss', 'tokens trained', 'documents', 'expert assignments', 'compiles', 'widest parent',
-    'children', 'crossed nodes', 'predicted',
+  opening, _, ending = straight.out.partition('\n\nrun in ')
+  workdir, *lines = ending.rstrip().splitlines()
+  assert workdir == str(runs.folder / 'straight')
+  assert [line[2:22].strip() for line in lines] == [
+    'final loss', 'first losses', 'repacking disabled', 'tokens trained', 'documents', 'expert assignments',
+    'compiles', 'widest parent', 'children', 'crossed nodes', '', 'predicted', 'largest saving', 'its plan',
   ]  # fmt: skip
   assert 'mesh: data 1 x node 2 x local 2 on cpu' in straight.err
   assert 'exchange: dense' in straight.err and f'{STEPS}/{STEPS}' in straight.err
+  assert f'{STEPS} steps of at most 200 tokens' in opening and 'up to 7 programs' in opening
+  assert f'the first {COMPARED} steps also run with repacking disabled' in opening
+  assert opening.endswith(f'writes to {workdir}')
+  assert (
+    'planning the first step' in straight.err and 'compiling program 1 of at most 7 (parents' in straight.err
+  )
+
+
+def test_the_step_that_saves_most_is_drawn(runs, straight):
+  saved = {
+    r['step']: r['cross_node_bytes_disabled'] - r['cross_node_bytes'] for r in runs.records('straight')
+  }
+  shown = next(line for line in straight.out.splitlines() if 'largest saving' in line)
+  step = int(shown.split('step ')[1].split(':')[0])
+  assert saved[step] == max(saved.values()) > 0
+  (page,) = (runs.folder / 'straight' / 'plans').iterdir()
+  assert f'Step {step} of straight' in page.read_text() and straight.out.rstrip().endswith(str(page))
 
 
 def test_resolved_config_repeats_the_run_and_modes_agree(runs, straight):
@@ -192,7 +214,9 @@ def test_resume_twice_is_exact_and_other_meshes_lose_nothing(runs, straight):
   for got, want in zip(runs.records('moved'), runs.records('straight'), strict=True):
     assert (got['tokens'], got['target_tokens']) == (want['tokens'], want['target_tokens'])
   assert runs.records('moved')[7]['micro_batches'] == 2
-  assert straight.out.splitlines()[2:4] == resumed.out.splitlines()[2:4]  # tokens and documents
+  for row in ('tokens trained', 'documents', 'crossed nodes', 'largest saving'):
+    (of_both,) = {line for out in (straight.out, resumed.out) for line in out.splitlines() if row in line}
+    assert of_both
 
 
 def test_killed_run_goes_on_from_its_last_whole_checkpoint(runs, straight):

@@ -28,6 +28,7 @@ from repack_jax.predict.cost_model import model_costs
 from repack_jax.predict.costs import Costs
 from repack_jax.report import Case, plan_page, write_trace
 from repack_jax.report.case import cases_of
+from repack_jax.report.svg import plan_svg
 from repack_jax.report.words import amount, describe_cluster, describe_rates
 from repack_jax.solver import SampleTooLong
 from repack_jax.solver.bounds import compute_bound_s
@@ -123,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   for name, what in (
     ('json', 'the plan and the comparison, for machines'),
     ('html', 'a page with the layouts and the timeline'),
+    ('svg', "a picture of both layouts (of the first micro-batch of the config's mode)"),
     ('perfetto', 'a trace for ui.perfetto.dev (.json or .json.gz)'),
   ):
     parser.add_argument(f'--{name}', type=command_line.output_file, metavar='FILE', help=f'also write {what}')
@@ -149,6 +151,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args.json.write_text(json.dumps(as_json(run, own, rows, bound_s), indent=1) + '\n')
   if args.html:
     args.html.write_text(plan_page(run, cases, f'Batch {args.batch} of {Path(file).name}'))
+  if args.svg:
+    args.svg.write_text(
+      plan_svg(run, own.plans[0], f'Batch {args.batch} of {Path(file).name}'), encoding='utf-8'
+    )
   if args.perfetto:
     write_trace(args.perfetto, run, cases)
 

@@ -209,7 +209,10 @@ class TrainConfig:
     seed: of the initial weights; below 2 ** 32.
     checkpoint_every: steps between checkpoints; 0 keeps only the one written at the end.
     keep_checkpoints: how many of the latest are kept.
-    draw_every_steps: steps between pages with a plan, which go to the workdir; 0 draws none.
+    compare_steps: the first so many steps are also run with repacking disabled, from the same initial state,
+      to compare the losses; takes a second copy of the state as long. A resumed run does not do it again.
+    draw_every_steps: steps between pages with a plan, which go to the workdir; 0 draws none of these. The
+      step where repacking saves most is drawn when the run ends in any case.
     exchange: `ragged` (one native ragged all-to-all; TPU and GPU), `dense` (padded all-to-all; runs
       everywhere) or `auto` (ragged where the backend has it).
     attention: `pallas_tpu`, `cudnn` (bfloat16 on GPU), `blockwise` (portable), `reference` (dense mask, for
@@ -222,6 +225,7 @@ class TrainConfig:
   seed: int = 0
   checkpoint_every: int = 0
   keep_checkpoints: int = 2
+  compare_steps: int = 0
   draw_every_steps: int = 0
   exchange: str = 'auto'
   attention: str = 'auto'
@@ -236,7 +240,7 @@ class TrainConfig:
       grouped=('auto', 'ragged_dot', 'blocks'),
     )
     check_min(self, 1, 'steps', 'keep_checkpoints')
-    check_min(self, 0, 'checkpoint_every', 'draw_every_steps')
+    check_min(self, 0, 'checkpoint_every', 'compare_steps', 'draw_every_steps')
     _check_seed(self, bits=32)
 
 

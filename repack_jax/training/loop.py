@@ -39,6 +39,7 @@ class StepDone:
     position: where the run is after it.
     measured: what the devices returned, by name.
     step_s: seconds from having its arrays to having its metrics; one that compiles includes that.
+    compile_s: seconds of those that went into calls that compiled.
     wait_s: seconds that it waited for its arrays.
     compiles: programs compiled so far, of the forward and backward pass.
   """
@@ -47,6 +48,7 @@ class StepDone:
   position: Position
   measured: dict[str, float]
   step_s: float
+  compile_s: float
   wait_s: float
   compiles: int
 
@@ -72,7 +74,7 @@ class TrainLoop:
       planned, wait_s = next(planned_steps)
       if self.position.done == first:
         check_same_plan(planned.plan_digest)
-      start = time.perf_counter()
+      start, compiled_s = time.perf_counter(), step.compile_s
       for program, arrays in zip(planned.programs, planned.arrays, strict=True):
         sums = step.accumulate(self.position.state, sums, program, arrays)
       state, metrics, sums = step.update(self.position.state, sums, planned.target_tokens)
@@ -80,7 +82,9 @@ class TrainLoop:
       self.position = Position(self.position.done + 1, state, planned.batch.state_after)
       measured = {name: value.item() for name, value in metrics.items()}
       step_s = time.perf_counter() - start
-      done = StepDone(planned, self.position, measured, step_s, wait_s, step.traces['accumulate'])
+      compile_s = step.compile_s - compiled_s
+      compiles = step.traces['accumulate']
+      done = StepDone(planned, self.position, measured, step_s, compile_s, wait_s, compiles)
       call_hooks(self._hooks, self.position.done, done)
 
 

@@ -49,6 +49,7 @@ HOST_METRICS: dict[str, Callable[[StepDone], Any]] = {
   'padding_fraction': _padding_fraction,
   'tokens_per_s': lambda step: step.planned.batch.num_tokens / (step.step_s + step.wait_s),
   'step_s': lambda step: step.step_s,
+  'compile_s': lambda step: step.compile_s,
   'plan_s': lambda step: step.planned.plan_s,
   'data_wait_s': lambda step: step.wait_s,
   'imbalance': _imbalance,
@@ -77,9 +78,10 @@ def step_record(run: RunConfig, step: StepDone) -> Record:
 
 
 def status(record: Record) -> str:
-  """Returns a step in a few words, for a progress bar."""
+  """Returns a step in a few words, for a progress bar; its tokens a second are those without compiling."""
+  spent_s = record['step_s'] - record['compile_s'] + record['data_wait_s']
   return (
-    f'loss {record["loss"]:.3f}, {record["tokens_per_s"]:,.0f} tokens/s, '
+    f'loss {record["loss"]:.3f}, {record["tokens"] / spent_s:,.0f} tokens/s, '
     f'padding {record["padding_fraction"]:.0%}, imbalance {record["imbalance"]:.2f}'
   )
 
@@ -118,6 +120,19 @@ def _mean_loss(records: Sequence[Record]) -> float:
   return sum(record['loss'] * record['target_tokens'] for record in records) / max(1, targets)
 
 
+def _compared(records: Sequence[Record]) -> list[tuple[str, str]]:
+  """Rows with the losses of the first steps, as trained and with repacking disabled; none where none were."""
+  both = [(record['loss'], record['loss_disabled']) for record in records if 'loss_disabled' in record]
+  if not both:
+    return []
+  own, disabled = (' '.join(f'{loss:.5f}' for loss in losses) for losses in zip(*both, strict=True))
+  apart = max(abs(a - b) for a, b in both)
+  return [
+    ('first losses', own),
+    ('repacking disabled', f'{disabled}, the same batches: at most {apart:.1g} apart'),
+  ]
+
+
 def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
   """Returns the run in a few lines, for people; `data_counts` are the `SampleIndex.counts` of its data."""
   if not records:
@@ -128,6 +143,7 @@ def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
   disabled = sum(record['cross_node_bytes_disabled'] for record in records)
   histogram = ', '.join(f'SP{size}: {children[size]}' for size in sorted(children, key=int))
   change = f' ({sent / disabled - 1:+.1%})' if disabled else ''
+  fewer = sum(10 * r['cross_node_bytes'] <= 9 * r['cross_node_bytes_disabled'] != 0 for r in records)
   predicted = sum(record['predicted_s'] for record in records)
   faster = predicted / sum(record['predicted_s_disabled'] for record in records)
   dropped = sum(record.get('dropped_assignments', 0) for record in records)  # 0 where a model has no experts
@@ -143,6 +159,7 @@ def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
       f'{_mean_loss(tail):.4f} over the last {len(tail)} of {last["step"]} steps (first '
       f'{records[0]["loss"]:.4f})',
     ),
+    *_compared(records),
     ('tokens trained', f'{tokens:,} ({epochs:.2f} epochs)'),
     ('documents', f'{data_counts["documents"]:,} in the source: {fates}'),
     ('expert assignments', f'{dropped} dropped'),
@@ -150,6 +167,7 @@ def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
     ('widest parent', f'SP{max(record["widest_parent"] for record in records)}'),
     ('children', f'{histogram}; {solo:.0%} of tokens in none, on single ranks'),
     ('crossed nodes', f'{sent:,} bytes; {disabled:,} with repacking disabled{change}'),
+    ('', f'at least a tenth fewer bytes in {fewer} of {len(records)} steps'),
     (
       'predicted',
       f"a step takes {faster:.3f} times as long as with repacking disabled, by the config's rates",

@@ -6,9 +6,12 @@ once for each `Program` that plans ask for, and `update` (clip, AdamW), compiled
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
+import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -100,6 +103,8 @@ class TrainStep:
   Attributes:
     placed: a `Sharded` for each parameter.
     traces: how often each program was traced, which is how often it was compiled.
+    compile_s: seconds spent in calls that compiled.
+    watch_compile: what such a call runs in; it is given what is compiled, in words.
   """
 
   def __init__(self, run: RunConfig, mesh: Mesh, model: Model):
@@ -111,6 +116,9 @@ class TrainStep:
     self.schedule = learning_rate_schedule(run.optimizer, run.train.steps)
     self.optimizer = make_optimizer(run.optimizer, self.schedule, weights)
     self.traces: Counter[str] = Counter()
+    self.compile_s = 0.0
+    self.watch_compile: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+    self._compiled: set[Program | None] = set()  # None stands for the update
     self.state_shardings = self._state_shardings()
     replicated = sharding(mesh, REPLICATED)
     losses = jax.tree.map(lambda _: replicated, jax.eval_shape(model.zero_losses))
@@ -175,11 +183,27 @@ class TrainStep:
 
   def accumulate(self, state: TrainState, sums: Sums, program: Program, arrays: PlanArrays) -> Sums:
     """Returns `sums`, which is donated, with one micro-batch's gradients and losses added."""
-    return self._accumulate(state.params, state.carry, sums, arrays, program=program)
+    solo = ' and solo samples' if program.has_solo else ''
+    what = f'parents over {program.parents_span} ranks, children over {program.children_span}{solo}'
+    with self._compiling(what, program):
+      return self._accumulate(state.params, state.carry, sums, arrays, program=program)
 
   def update(self, state: TrainState, sums: Sums, target_tokens: int) -> tuple[TrainState, Metrics, Sums]:
     """Returns the state after the update, the step's metrics, and zeroed sums; state and sums are donated."""
-    return self._update(state, sums, jnp.float32(max(1, target_tokens)))
+    with self._compiling('the update'):
+      return self._update(state, sums, jnp.float32(max(1, target_tokens)))
+
+  @contextlib.contextmanager
+  def _compiling(self, what: str, program: Program | None = None) -> Iterator[None]:
+    """Runs a call; the first of each program, which compiles it, in `watch_compile`."""
+    if program in self._compiled:
+      yield
+      return
+    start = time.perf_counter()
+    with self.watch_compile(what):
+      yield
+    self._compiled.add(program)
+    self.compile_s += time.perf_counter() - start
 
   def gradients(self, params: Tree, carry: Tree, arrays: PlanArrays, program: Program) -> Sums:
     """Returns gradients and losses of one micro-batch, summed over all ranks. Traceable."""
