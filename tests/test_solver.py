@@ -162,7 +162,7 @@ SLOWER = {
 @pytest.mark.parametrize('model', [MODEL, DENSE], ids=['experts', 'dense'])
 @pytest.mark.parametrize('mesh', MESHES)
 def test_no_mode_is_slower_than_one_that_allows_less(mesh, model, prefetch_layers):
-  """Whole steps, also of several micro-batches, which each mode makes as it likes; in both kinds of meeting."""
+  """Whole steps, also of several micro-batches, each mode with its own; in both kinds of meeting."""
   rng = np.random.default_rng(len(mesh) + prefetch_layers)
   for step, meets in itertools.product((0, 1, 16), ('span', 'group')):
     costs = costs_of(mesh, model, prefetch_layers=prefetch_layers, exchange_meets=meets)
