@@ -207,6 +207,10 @@ class Plan:
     needed = -(-int(self.rank_slots.max()) // step_tokens) * step_tokens
     return self._with(capacity_tokens=min(self.capacity_tokens, needed))
 
+  def with_samples(self, sample_ids: Sequence[int]) -> Plan:
+    """Returns the plan for other samples of the same lengths."""
+    return self._with(sample_ids=tuple(sample_ids))
+
   def with_mode(self, mode: str) -> Plan:
     """Returns the plan as one of another mode."""
     return self if mode == self.mode else self._with(mode=mode)
@@ -347,9 +351,11 @@ def _check_lengths(plan: Plan) -> None:
   if len(set(plan.sample_ids)) != len(plan.sample_ids):
     twice = next(s for s, n in Counter(plan.sample_ids).items() if n > 1)
     raise PlanError(f'sample {twice} is in the plan more than once')
-  for sample, length in zip(plan.sample_ids, plan.lengths, strict=True):
-    if length < 1:
-      raise PlanError(f'sample {sample} has length {length}; lengths are at least 1 token')
+  if min(plan.lengths, default=1) < 1:
+    sample = plan.lengths.index(min(plan.lengths))
+    raise PlanError(
+      f'sample {plan.sample_ids[sample]} has length {plan.lengths[sample]}; lengths are at least 1 token'
+    )
 
 
 def _check_tiling(plan: Plan, name: str, groups: Sequence[Group]) -> None:
@@ -371,14 +377,15 @@ def _check_tiling(plan: Plan, name: str, groups: Sequence[Group]) -> None:
 
 def _check_samples(plan: Plan, name: str, groups: Sequence[Group]) -> None:
   """Every sample is in one of these groups, or solo."""
-  held = Counter(s for group in (*groups, *plan.solo) for s in group.samples)
-  for sample in range(len(plan.lengths)):
-    if held[sample] != 1:
-      raise PlanError(
-        f'sample {plan.sample_ids[sample]} is in {held[sample]} {name} or solo groups; it must be in one'
-      )
-  if len(held) != len(plan.lengths):
+  held = np.array([s for group in (*groups, *plan.solo) for s in group.samples], np.int64)
+  if held.size and not 0 <= held.min() <= held.max() < len(plan.lengths):
     raise PlanError(f'a {name} group names a sample that the plan does not have')
+  times = np.bincount(held, minlength=len(plan.lengths))
+  if (times != 1).any():
+    sample = int(np.argmax(times != 1))
+    raise PlanError(
+      f'sample {plan.sample_ids[sample]} is in {times[sample]} {name} or solo groups; it must be in one'
+    )
 
 
 def _check_solo(plan: Plan) -> None:

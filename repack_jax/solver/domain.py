@@ -27,7 +27,7 @@ _MANY_LAYOUTS, _FEW_LAYOUTS = 20_000, 300
 
 @dataclass(frozen=True)
 class Layouts:
-  """Parents, children and solo groups of a domain, ranks counted from its first, samples as in the batch.
+  """Parents, children and solo groups of a domain, ranks counted from its first, samples as in `Domain`.
 
   Attributes:
     judged_s: the seconds that it is judged to take.
@@ -54,18 +54,23 @@ class Domain:
   """The samples of one domain in one micro-batch, and its layouts in each way (`PlannerConfig.ways`).
 
   Args:
-    samples: int64 [n], their numbers in the batch, longest first.
-    lengths: int64, of the whole batch.
+    samples: int64 [n], their numbers in the micro-batch, longest first.
+    lengths: int64, of the whole micro-batch.
+    static_degree: of the way `static`.
     row_tokens: a rank's share of a child is rounded up to a multiple of this (`Plan.row_tokens`).
   """
 
   def __init__(
-    self, samples: np.ndarray, lengths: np.ndarray, row_tokens: int, costs: Costs, config: PlannerConfig
+    self,
+    samples: np.ndarray,
+    lengths: np.ndarray,
+    static_degree: int,
+    row_tokens: int,
+    costs: Costs,
+    config: PlannerConfig,
   ):
-    self.samples, self._row_tokens = samples, row_tokens
-    degrees = costs.degrees(config)
-    self._widest = degrees[-1]
-    self._static_degree = config.static_sp_degree or config.smallest_degree(degrees, int(lengths.max()))
+    self.samples, self._row_tokens, self._static_degree = samples, row_tokens, static_degree
+    self._widest = costs.degrees(config)[-1]
     self._problem = _problem(lengths[samples], config.capacity_tokens, costs)
 
   def layouts(self, ways: Iterable[str]) -> dict[str, Layouts]:

@@ -144,6 +144,10 @@ class _Batch:
       )
     self.longest_first = np.argsort(-lengths, kind='stable')
     self.load_s = _load_s(lengths, costs, config)
+    self.static_degree = config.static_sp_degree
+    if not self.static_degree:
+      self.static_degree = config.smallest_degree(costs.degrees(config), int(lengths.max(initial=1)))
+    self._planned: dict[Any, _Planned] = {}  # by lengths, since ways to make micro-batches share many
 
   def steps(self, ways: Mapping[str, tuple[str, ...]]) -> dict[str, _Step]:
     """Returns each mode's fastest step, by the ways it may choose from; all have those of the first."""
@@ -225,11 +229,23 @@ class _Batch:
     Args:
       samples: int64 [n], longest first.
     """
-    parts = spread(self._items(samples), self.cluster.domains, self._room(self.cluster.domain_ranks))
+    items = self._items(samples)
+    key = (tuple(ways), items.tokens.tobytes())
+    if key not in self._planned:
+      self._planned[key] = self._plan_items(items, ways)
+    return {
+      name: found and _Candidate(found.plan.with_samples(samples.tolist()), found.simulated)
+      for name, found in self._planned[key].items()
+    }
+
+  def _plan_items(self, items: Items, ways: Mapping[str, tuple[str, ...]]) -> _Planned:
+    """As `_plan`; samples are numbered within the micro-batch."""
+    parts = spread(items, self.cluster.domains, self._room(self.cluster.domain_ranks))
     if parts is None:
       return dict.fromkeys(ways)
     domains = [
-      Domain(samples[part], self.lengths, self.row_tokens, self.costs, self.config) for part in parts
+      Domain(part, items.tokens, self.static_degree, self.row_tokens, self.costs, self.config)
+      for part in parts
     ]
     wanted = [way for way in WAYS['solve'] if any(way in of for of in ways.values())]
     found = _in_threads(lambda domain: domain.layouts(wanted), domains)
@@ -248,7 +264,7 @@ class _Batch:
         layouts = [of[way] for of, way in zip(found, choice, strict=True)]
         same = tuple((*of.parents, *of.children, *of.solo) for of in layouts)
         if same not in played:
-          plan = self._built(domains, layouts)
+          plan = self._built(items.tokens, layouts)
           played[same] = _Candidate(plan, simulate(self.costs, [plan]))
         yield played[same]
 
@@ -268,32 +284,29 @@ class _Batch:
       return None
     slot_s = self.costs.slot_s
 
-    def chosen(most_tokens: float) -> tuple[float, tuple[str, ...]] | None:
-      seconds, choice = 0.0, []
-      for of, ways_of in zip(found, fitting, strict=True):
-        allowed = [way for way in ways_of if of[way].most_tokens <= most_tokens]
-        if not allowed:
-          return None
-        rest_s = {way: of[way].judged_s - of[way].most_tokens * slot_s for way in allowed}
-        choice.append(min(allowed, key=rest_s.__getitem__))
-        seconds = max(seconds, rest_s[choice[-1]])
-      return seconds + slot_s * most_tokens, tuple(choice)
+    # Of each domain: (seconds but those of its slots, its slots, way), fastest first.
+    sorts = [
+      sorted((of[way].judged_s - of[way].most_tokens * slot_s, of[way].most_tokens, way) for way in ways_of)
+      for of, ways_of in zip(found, fitting, strict=True)
+    ]
 
-    slots = {of[way].most_tokens for of, ways_of in zip(found, fitting, strict=True) for way in ways_of}
-    return min(filter(None, map(chosen, sorted(slots))))[1]
+    def chosen(most_tokens: float) -> tuple[float, tuple[str, ...]]:
+      firsts = [next(one for one in of if one[1] <= most_tokens) for of in sorts]
+      return max(firsts)[0] + slot_s * most_tokens, tuple(way for _, _, way in firsts)
 
-  def _built(self, domains: Sequence[Domain], layouts: Sequence[Layouts]) -> Plan:
-    """A plan from each domain's layouts."""
-    sample_ids = np.sort(np.concatenate([domain.samples for domain in domains]))
+    least = max(min(slots for _, slots, _ in of) for of in sorts)
+    return min(map(chosen, sorted({slots for of in sorts for _, slots, _ in of if slots >= least})))[1]
 
-    def renumbered(group: Group, domain: int, stream: Sequence[int]) -> Group:
-      numbers = np.searchsorted(sample_ids, stream)
-      return Group(group.first_rank + domain * self.cluster.domain_ranks, group.size, tuple(numbers.tolist()))
+  def _built(self, tokens: np.ndarray, layouts: Sequence[Layouts]) -> Plan:
+    """A plan from each domain's layouts of samples of so many tokens."""
+
+    def moved(group: Group, domain: int, stream: Sequence[int]) -> Group:
+      return Group(group.first_rank + domain * self.cluster.domain_ranks, group.size, tuple(stream))
 
     parents, children, solo = [], [], []
     for domain, found in enumerate(layouts):
-      solo += [renumbered(group, domain, group.samples) for group in found.solo]
-      children += [renumbered(child, domain, child.samples) for child in found.children]
+      solo += [moved(group, domain, group.samples) for group in found.solo]
+      children += [moved(child, domain, child.samples) for child in found.children]
       inside = iter(found.children)
       for parent in found.parents:
         stream: list[int] = []
@@ -302,10 +315,10 @@ class _Batch:
           child = next(inside)
           stream += child.samples
           reached = child.end_rank
-        parents.append(renumbered(parent, domain, stream))
+        parents.append(moved(parent, domain, stream))
     plan = Plan(
-      sample_ids=tuple(sample_ids.tolist()),
-      lengths=tuple(self.lengths[sample_ids].tolist()),
+      sample_ids=tuple(range(len(tokens))),
+      lengths=tuple(tokens.tolist()),
       parents=tuple(parents),
       children=tuple(children),
       solo=tuple(solo),

@@ -42,17 +42,14 @@ def opening(run: RunConfig, device: str, workdir: object, done: int) -> str:
 
 
 def most_programs(run: RunConfig) -> int:
-  """Returns how many programs of the forward and backward pass the plans of a run may need at most."""
+  """Returns how many programs of the forward and backward pass there may be, but for those that save time."""
   planner, cluster = run.planner, run.cluster
   crossing = cluster.domain_ranks > cluster.ranks_per_node
   # Parents and children each inside nodes or across them; children are never wider than their parents.
   spans = {'static': 1, 'parents': 1 + crossing}.get(planner.mode, 1 + 2 * crossing)
   if run.train.compare_steps and planner.mode == 'static':
     spans += 1 + crossing
-  solo = 2 if planner.mode == 'solve' else 1
-  step_tokens = planner.capacity_step_tokens
-  capacities = -(-planner.capacity_tokens // step_tokens) if step_tokens else 1
-  return spans * solo * capacities
+  return spans
 
 
 class Progress:
