@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -35,10 +36,10 @@ class PlanCase:
   config: PlannerConfig
 
 
-def costs_of(nodes: int = 4, ranks_per_node: int = 8, domains: int = 1) -> Costs:
+def costs_of(nodes: int = 4, ranks_per_node: int = 8, domains: int = 1, **changes: Any) -> Costs:
   """`MODEL` at the default rates; ranks meet at each layer, which is what `predicted_s` predicts."""
-  cluster = ClusterConfig(nodes=nodes, ranks_per_node=ranks_per_node, domains=domains, prefetch_layers=0)
-  return model_costs(cluster, MODEL)
+  shape = {'nodes': nodes, 'ranks_per_node': ranks_per_node, 'domains': domains, 'prefetch_layers': 0}
+  return model_costs(ClusterConfig(**(shape | changes)), MODEL)
 
 
 def capacity_of(lengths: np.ndarray, cluster: ClusterConfig, slack: float = 1.25) -> int:
@@ -110,7 +111,8 @@ def small_cases(files: Mapping[str, np.ndarray | Histogram], count: int) -> Iter
       batch = np.append(rng.integers(256, 16_385, n - 1), rng.integers(65_536, 524_289))
     else:
       batch = rng.choice(rng.integers(1024, 131_073, 2), n)
-    costs = costs_of(nodes=2, ranks_per_node=int(rng.choice([4, 8])))
+    # The exact solver knows exchanges that are meetings of their groups.
+    costs = costs_of(nodes=2, ranks_per_node=int(rng.choice([4, 8])), exchange_meets='group')
     capacity = capacity_of(batch, costs.cluster, float(rng.choice([1.1, 1.25, 1.5, 2.5])))
     config = PlannerConfig(capacity_tokens=capacity, capacity_step_tokens=STEP_TOKENS)
     yield PlanCase(name, batch.astype(np.int64), costs, config)
@@ -124,6 +126,7 @@ def random_case(number: int) -> PlanCase:
     ranks_per_node=int(2 ** rng.integers(0, 4)),
     domains=int(rng.integers(1, 4)),
     prefetch_layers=int(rng.integers(0, 2)),
+    exchange_meets=str(rng.choice(['span', 'group'])),
     wire_row_bytes=int(rng.choice([1, 512])),
   )
   placement, pattern = str(rng.choice(['spread', 'replicated'])), ('FSSS', 'FS', 'F', 'S')[number % 4]

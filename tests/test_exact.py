@@ -29,7 +29,8 @@ RATES = {
 
 def costs_of(nodes: int, ranks_per_node: int, domains: int = 1, **changes: float) -> Costs:
   """Ranks meet at each layer, as `predicted_s` has it."""
-  shape = {'nodes': nodes, 'ranks_per_node': ranks_per_node, 'domains': domains, 'prefetch_layers': 0}
+  shape = {'nodes': nodes, 'ranks_per_node': ranks_per_node, 'domains': domains, 'prefetch_layers': 0,
+           'exchange_meets': 'group'}  # fmt: skip
   return model_costs(ClusterConfig(**(shape | RATES | changes)), MODEL)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -112,17 +112,18 @@ def _check_lengths(lengths: np.ndarray, widest: int, capacity_tokens: int) -> No
 
 @dataclass(frozen=True)
 class _Candidate:
-  """A plan of a micro-batch, and the step that it would make alone."""
+  """A plan of a micro-batch, the step that it would make alone, and its seconds without the update."""
 
   plan: Plan
   simulated: Simulated
+  seconds: float
 
 
 _Step = list[_Candidate]  # one a micro-batch
 
 
 def _step_s(step: _Step) -> float:
-  return sum(candidate.simulated.step_s for candidate in step)
+  return sum(candidate.seconds for candidate in step)
 
 
 # Of each mode that is asked for, by its name: the steps that were found, or what is found of a micro-batch.
@@ -234,7 +235,7 @@ class _Batch:
     if key not in self._planned:
       self._planned[key] = self._plan_items(items, ways)
     return {
-      name: found and _Candidate(found.plan.with_samples(samples.tolist()), found.simulated)
+      name: found and replace(found, plan=found.plan.with_samples(samples.tolist()))
       for name, found in self._planned[key].items()
     }
 
@@ -265,12 +266,12 @@ class _Batch:
         same = tuple((*of.parents, *of.children, *of.solo) for of in layouts)
         if same not in played:
           plan = self._built(items.tokens, layouts)
-          played[same] = _Candidate(plan, simulate(self.costs, [plan]))
+          step = simulate(self.costs, [plan])
+          played[same] = _Candidate(plan, step, step.step_s - self.costs.optimizer_s)
         yield played[same]
 
     return {
-      name: min(candidates(of), key=lambda item: item.simulated.step_s, default=None)
-      for name, of in ways.items()
+      name: min(candidates(of), key=lambda item: item.seconds, default=None) for name, of in ways.items()
     }
 
   def _mixed(self, found: Sequence[dict[str, Layouts]], ways: Sequence[str]) -> tuple[str, ...] | None:
