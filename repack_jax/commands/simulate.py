@@ -215,7 +215,7 @@ def comparison(played: Played) -> str:
         line += f'{change:>+8.2f}%{points:>+6.2f}' if change else ' ' * 15
     line += ' |'
     if name in played.programs:
-      lost = f'{played.lost_points(name):>6.2f}' if run.cluster.peak_flops_per_s else ''
+      lost = f'{max(0.0, played.lost_points(name)):>6.2f}' if run.cluster.peak_flops_per_s else ''
       line += f'{played.crossing[name]:>9}{played.programs[name]:>9}{lost}'
     lines.append(line.rstrip())
   return '\n'.join(lines)
