@@ -14,7 +14,7 @@ from repack_jax.commands import command_line
 ROOT = Path(__file__).resolve().parents[1]
 PAPER = str(ROOT / 'configs/sim/paper_1f3s.gin')
 TINY = str(ROOT / 'configs/tiny_cpu.gin')
-MODES = {'static', 'parents', 'redistribute', 'repack', 'solve', 'bound'}
+MODES = {'static', 'parents', 'redistribute', 'repack', 'solve, no solo', 'parents_solo', 'solve', 'bound'}
 
 
 def command(name: str):
@@ -54,23 +54,30 @@ def test_help_says_what_to_type_and_where_files_are_found(name, capsys):
 
 def test_simulate_prints_and_writes_the_comparison(capsys, tmp_path):
   file = tmp_path / 'out.json'
-  text = shown(capsys, 'simulate', '--config', PAPER, '--set', 'SimulatorConfig.steps=6', '--json', str(file))
+  settings = ('--set', 'SimulatorConfig.steps=3', '--set', 'SimulatorConfig.seeds=2')
+  text = shown(capsys, 'simulate', '--config', PAPER, *settings, '--json', str(file))
   result = json.loads(file.read_text())
-  assert result['steps'] == 6 and 0 <= result['wide_steps'] <= 6
+  assert (result['seeds'], result['steps']) == (2, 6) and 0 <= result['wide_steps'] <= 6
   assert set(result['all']) >= MODES and (result['wide_steps'] == 0) == (not result['wide'])
   by_mode = result['all']
-  assert all(set(of) == {'step_s', 'mfu'} for of in by_mode.values())
-  times = [by_mode[mode]['step_s'] for mode in ('parents', 'repack', 'solve', 'bound')]
+  for mode, of in by_mode.items():
+    assert len(of['change_percent']) == 2 and (mode != 'parents' or of['change_percent'] == [0, 0])
+  times = [by_mode[mode]['step_s'] for mode in ('parents', 'repack', 'solve, no solo', 'solve', 'bound')]
   assert times == sorted(times, reverse=True)
+  assert by_mode['solve']['step_s'] <= by_mode['parents_solo']['step_s']
+  assert set(result['programs']) == set(result['crossing_steps']) == MODES - {'bound'}
+  assert all(1 <= programs <= 3 for programs in result['programs'].values())
+  assert all(lost >= -1e-9 for lost in result['lost_points'].values())
   assert all(0.2 < of['mfu'] < 1 for of in by_mode.values())
-  assert '6 all steps' in text and 'simulated' in text and 'what if' in text
-  for mode in MODES:
-    assert f'{by_mode[mode]["step_s"]:.4f}' in text
+  assert 'all steps: 6 steps' in text and 'simulated' in text and 'what if' in text
+  (solved,) = (line for line in text.splitlines() if line.startswith('solve  '))
+  assert f'{sum(by_mode["solve"]["change_percent"]) / 2:+.2f}%' in solved
+  assert f'{by_mode["parents"]["step_s"]:.4f} s on average' in text
 
 
 def test_simulate_is_deterministic(capsys):
   grouped = ('--set', 'DataConfig.group_long_documents=48000')
-  args = ('--config', PAPER, '--set', 'SimulatorConfig.steps=2')
+  args = ('--config', PAPER, '--set', 'SimulatorConfig.steps=2', '--set', 'SimulatorConfig.seeds=1')
   once, again, other = (shown(capsys, 'simulate', *args, *more) for more in (grouped, grouped, ()))
   assert once == again
   together = ', those from 48,000 tokens on together within 8 batches'
@@ -79,11 +86,19 @@ def test_simulate_is_deterministic(capsys):
 
 @pytest.mark.parametrize(
   'config',
-  ['k_exaone_like', 'llama4_like', 'paper_1f3s+wikipedia', 'paper_1f3s+ranks_64', 'paper_1f3s+ranks_256'],
+  [
+    'k_exaone_like',
+    'llama4_like',
+    'paper_1f3s+wikipedia',
+    'paper_1f3s+ranks_64',
+    'paper_1f3s+ranks_256',
+    'paper_1f3s+mfu_59',
+  ],
 )
 def test_every_simulated_config_runs(config, capsys):
   args = [arg for name in config.split('+') for arg in ('--config', str(ROOT / f'configs/sim/{name}.gin'))]
-  assert '1 all steps' in shown(capsys, 'simulate', *args, '--set', 'SimulatorConfig.steps=1')
+  settings = ('--set', 'SimulatorConfig.steps=1', '--set', 'SimulatorConfig.seeds=1')
+  assert 'all steps: 1 steps' in shown(capsys, 'simulate', *args, *settings)
 
 
 @pytest.mark.parametrize(

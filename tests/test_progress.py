@@ -21,7 +21,7 @@ def test_time_in_anything_else_than_steps_is_left_out_of_the_rate(capsys):
     elapsed_s = progress._bar.format_dict['elapsed']
   assert 0.05 <= elapsed_s < 1.0
   shown = capsys.readouterr().err
-  assert 'compiling program 1 of at most 7 (parents over 16 ranks): 0 s' in shown and 'inside: 0 s' in shown
+  assert 'compiling program 1 of at most 6 (parents over 16 ranks): 0 s' in shown and 'inside: 0 s' in shown
 
 
 def test_what_ends_in_an_error_ends_the_clock_too():
@@ -50,8 +50,8 @@ def test_a_stream_that_nobody_reads_does_not_block_the_steps(monkeypatch):
 
 @pytest.mark.parametrize(
   ('mode', 'nodes', 'step_tokens', 'most'),
-  [('static', 2, 0, 1), ('parents', 2, 0, 2), ('repack', 2, 0, 3), ('solve', 2, 0, 6), ('solve', 1, 0, 2),
-   ('repack', 2, 200, 9)],
+  [('static', 2, 0, 1), ('parents', 2, 0, 2), ('repack', 2, 0, 3), ('solve', 2, 0, 3), ('solve', 1, 0, 1),
+   ('repack', 2, 200, 3)],
 )  # fmt: skip
 def test_most_programs(mode, nodes, step_tokens, most):
   planner = PlannerConfig(mode=mode, capacity_step_tokens=step_tokens)
@@ -61,7 +61,7 @@ def test_most_programs(mode, nodes, step_tokens, most):
 
 def test_opening_says_what_will_happen():
   shown = opening(RUN, 'emulated', 'runs/x', 0)
-  assert '10 steps of at most 8,192 tokens' in shown and 'up to 7 programs' in shown
+  assert '10 steps of at most 8,192 tokens' in shown and 'up to 6 programs' in shown
   assert 'the first 2 steps also run with repacking disabled' in shown and shown.endswith('writes to runs/x')
   resumed = opening(RUN, 'emulated', 'runs/x', 4)
   assert '6 steps' in resumed and 'repacking' not in resumed

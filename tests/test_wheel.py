@@ -64,7 +64,7 @@ def check_commands(commands: Path, folder: Path, **environment: str) -> None:
   assert '<script>' in (folder / 'plan.html').read_text()
   simulated = run(
     commands / 'repack-simulate', '--config', 'sim/paper_1f3s.gin', '--set', 'SimulatorConfig.steps=1',
-    cwd=folder, **environment,
+    '--set', 'SimulatorConfig.seeds=1', cwd=folder, **environment,
   )  # fmt: skip
   assert f'{site_packages(commands)}/repack_jax/configs/lengths/web_documents.csv' in simulated
 

@@ -46,8 +46,9 @@ def most_programs(run: RunConfig) -> int:
   planner, cluster = run.planner, run.cluster
   crossing = cluster.domain_ranks > cluster.ranks_per_node
   # Parents and children each inside nodes or across them; children are never wider than their parents.
-  spans = {'static': 1, 'parents': 1 + crossing}.get(planner.mode, 1 + 2 * crossing)
-  if run.train.compare_steps and planner.mode == 'static':
+  alike = planner.mode in ('parents', 'parents_solo')
+  spans = 1 if planner.mode == 'static' else 1 + crossing if alike else 1 + 2 * crossing
+  if run.train.compare_steps and planner.mode not in ('parents', 'repack'):  # it has programs of its own
     spans += 1 + crossing
   return spans
 
