@@ -132,9 +132,7 @@ def planned_summary() -> dict[str, str]:
   run = load([str(ROOT / 'configs/tiny_cpu.gin')], [])
   source = open_source(run.data)
   index = index_samples(source, run.data)
-  steps = planned_steps(
-    run, Batcher(run.data, source, None, index), lambda plan: plan.program(run.sp_degrees[-1]), lambda a: None
-  )
+  steps = planned_steps(run, Batcher(run.data, source, None, index), lambda arrays: None)
   records, programs = [], set()
   for number in range(1, run.train.steps + 1):
     planned = next(steps)
