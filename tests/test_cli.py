@@ -84,7 +84,7 @@ def test_help_and_config_mistakes_do_not_start_jax():
   [
     (['TrainConfig.steps=1.5'], 'TrainConfig.steps = 1.5: must be of type int'),
     (['PlannerConfig.mode=repack'], "quote the string, and the whole for the shell"),
-    (["PlannerConfig.mode='wide'"], "mode = 'wide': choose one of static, parents, parents_solo, repack, solve"),
+    (["PlannerConfig.mode='wide'"], "mode = 'wide': choose one of static, parents, parents_solo"),
     (['TrainConfig.steps'], 'write Class.field=value'),
     (['ModelConfig.num_heads=3', 'ModelConfig.num_kv_heads=3'], 'use a multiple of 4 to reach SP4'),
     (['DataConfig.max_document_tokens=300', 'DataConfig.batch_tokens=300'], 'the widest is SP4 (4 ranks'),

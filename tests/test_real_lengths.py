@@ -1,4 +1,4 @@
-"""Batches of real lengths, of one or many micro-batches and domains: no plan of them is far from the bound."""
+"""Batches of real lengths, in one or many micro-batches and domains: no plan is far from the bound."""
 
 from pathlib import Path
 
