@@ -23,7 +23,8 @@ Sample = namedtuple('Sample', ['tokens', 'targets'])  # int32 [n] each; target -
 
 
 def layer(kind):
-  return rj.LayerCosts(kind.layout, lambda lengths: kind.flops(WIRE, lengths) / 1e8)
+  # Attention by length, and all that runs behind it on every token slot.
+  return rj.LayerCosts(kind.layout, lambda lengths: kind.flops(WIRE, lengths) / 1e8, after_s=1e-5)
 
 
 COSTS = rj.Costs(CLUSTER, WIRE, tuple(map(layer, KINDS)))
