@@ -90,6 +90,7 @@ def test_file_binds_positive_rates_and_loads_after_the_config(capsys):
   assert rows[0]['config'] == 2e9 and rows[0]['over_config'] == rows[0]['measured'] / 2e9
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
   ('setting', 'fields', 'lacking'),
   [
@@ -106,6 +107,7 @@ def test_link_that_is_not_there_is_left_out(capsys, setting, fields, lacking):
   gin_files.load([MINI, 'made.gin'], [setting])
 
 
+@pytest.mark.long
 def test_attention_of_several_lengths_and_latency_of_a_peer():
   """Packs of 512 tokens beside one document of the capacity; groups of 2 and of 4 ranks in a node."""
   settings = ('PlannerConfig.capacity_tokens=600', 'ClusterConfig.nodes=1', 'ClusterConfig.ranks_per_node=4')
@@ -125,6 +127,7 @@ def test_lengths_of_packs():
   assert measured_rates.packs(32768) == [512, 2048, 8192, 32768]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize('per_peer_us', [0.0, 12.0])
 def test_latencies_of_ranks_and_peers_are_told_apart(monkeypatch, per_peer_us):
   """Machines whose exchanges take 20 us, some for each peer, and a byte a nanosecond."""

@@ -21,6 +21,8 @@ from repack_jax.solver.domain import Domain, Layouts
 BASELINE = 'parents'  # the mode that is the same system with repacking disabled
 # More micro-batches than the capacity asks for are tried where there are at most so many samples a rank.
 _FEW_A_RANK = 2
+# The ways of every mode that a config can ask for, so that none misses a mixture that another one finds.
+_ALL_WAYS = (*WAYS.values(), PlannerConfig(solo=False).ways())
 # Above so many micro-batches, the first way to make them in which all fits is taken.
 _MANY_MICRO_BATCHES = 16
 
@@ -132,7 +134,7 @@ _Planned = dict[str, _Candidate | None]
 
 
 class _Batch:
-  """The samples of a step, and their plans in the config's mode and with repacking disabled."""
+  """The samples of a step, and their plans in any modes."""
 
   def __init__(self, lengths: np.ndarray, costs: Costs, config: PlannerConfig):
     self.lengths, self.costs, self.cluster, self.config = lengths, costs, costs.cluster, config
@@ -211,9 +213,9 @@ class _Batch:
         return
 
   def _add_way(self, steps: _Steps, ways: Mapping[str, tuple[str, ...]], way: Sequence[np.ndarray]) -> bool:
-    """Adds the steps of one way to make micro-batches; returns whether all fits in the first mode.
+    """Adds the steps of one way to make micro-batches, unless one has no plan; returns whether it did.
 
-    Otherwise none are added: where the first mode finds no plan, others hardly do.
+    Where the first mode finds no plan, others hardly do.
     """
     planned = []
     for part in way:
@@ -258,7 +260,7 @@ class _Batch:
       """Yields what fits of these ways: for several domains, the best mixture of them and of fewer ways."""
       choices: list[tuple[str, ...]] = [(way,) for way in allowed if way in found[0]]
       if len(found) > 1:
-        fewer = [of for of in (*WAYS.values(), *ways.values()) if set(of) <= set(allowed)]
+        fewer = [of for of in _ALL_WAYS if set(of) <= set(allowed)]
         mixed = (self._mixed(kept, of) for of in dict.fromkeys(fewer) for kept in (found, in_nodes))
         choices = list(dict.fromkeys(choice for choice in mixed if choice))
       for choice in choices:
