@@ -23,7 +23,6 @@ Sample = namedtuple('Sample', ['tokens', 'targets'])  # int32 [n] each; target -
 
 
 def layer(kind):
-  # Attention by length, and all that runs behind it on every token slot.
   return rj.LayerCosts(kind.layout, lambda lengths: kind.flops(WIRE, lengths) / 1e8, after_s=1e-5)
 
 
