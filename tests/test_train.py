@@ -160,11 +160,11 @@ def test_what_a_run_prints(runs, straight):
   ]  # fmt: skip
   assert 'mesh: data 1 x node 2 x local 2 on cpu' in straight.err
   assert 'exchange: dense' in straight.err and f'{STEPS}/{STEPS}' in straight.err
-  assert f'{STEPS} steps of at most 200 tokens' in opening and 'up to 7 programs' in opening
+  assert f'{STEPS} steps of at most 200 tokens' in opening and 'up to 6 programs' in opening
   assert f'the first {COMPARED} steps also run with repacking disabled' in opening
   assert opening.endswith(f'writes to {workdir}')
   assert (
-    'planning the first step' in straight.err and 'compiling program 1 of at most 7 (parents' in straight.err
+    'planning the first step' in straight.err and 'compiling program 1 of at most 6 (parents' in straight.err
   )
 
 
