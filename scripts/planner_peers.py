@@ -335,8 +335,7 @@ def _milp(
 
 def _work_s(lengths: np.ndarray, costs: Costs) -> np.ndarray:
   """Computation of samples in all layers, both passes, in rank-seconds: float64 [n]."""
-  routed_s = (1 + costs.linear_backward) * sum(layer.routed_s for layer in costs.layers)
-  return lengths * (costs.slot_s + routed_s) + costs.all_attention_s(lengths)
+  return lengths * (costs.slot_s + costs.routed_s) + costs.all_attention_s(lengths)
 
 
 def _fill(

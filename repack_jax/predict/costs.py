@@ -139,6 +139,11 @@ class Costs:
     layers_s = sum(layer.before_s + layer.after_s for layer in self.layers)
     return (1 + self.linear_backward) * layers_s + self.logits_s
 
+  @cached_property
+  def routed_s(self) -> float:
+    """Returns seconds per token, both passes, of its experts in all layers."""
+    return (1 + self.linear_backward) * sum(layer.routed_s for layer in self.layers)
+
   @property
   def shown_parameters_s(self) -> float:
     """Returns seconds of a micro-batch's collectives of parameters that nothing hides."""

@@ -13,8 +13,8 @@ from repack_jax.predict.costs import Costs, OfLengths
 def compute_bound_s(lengths: np.ndarray, costs: Costs) -> float:
   """Returns seconds of a step's computation, shared evenly by all ranks: no exchanges, padding or waiting."""
   lengths = np.asarray(lengths, np.int64)
-  routed_s = (1 + costs.linear_backward) * sum(layer.routed_s for layer in costs.layers)
-  seconds = float(lengths.sum()) * (costs.slot_s + routed_s) + float(costs.all_attention_s(lengths).sum())
+  seconds = float(lengths.sum()) * (costs.slot_s + costs.routed_s)
+  seconds += float(costs.all_attention_s(lengths).sum())
   return seconds / costs.cluster.num_ranks
 
 

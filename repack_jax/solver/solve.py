@@ -359,5 +359,4 @@ def _load_s(lengths: np.ndarray, costs: Costs, config: PlannerConfig) -> np.ndar
     enough = (attention_s <= degree * share_s) & (lengths <= degree * config.capacity_tokens)
     of_layer_s = 2 * lengths * costs.exchange_s(degree)
     exchange_s = np.where(enough | (degree == costs.degrees(config)[-1]), of_layer_s, exchange_s)
-  routed_s = (1 + costs.linear_backward) * sum(layer.routed_s for layer in costs.layers)
-  return lengths * routed_s + attention_s + costs.layers_in(PARENTS) * exchange_s
+  return lengths * costs.routed_s + attention_s + costs.layers_in(PARENTS) * exchange_s
