@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +29,7 @@ from repack_jax.plan.wire import Wire
 # The two layouts of a plan: whose groups of ranks the exchanges of a layer span.
 PARENTS, CHILDREN = 'parents', 'children'
 LAYOUTS = (PARENTS, CHILDREN)
+SOLO = 'solo'
 
 
 class PlanError(ValueError):
@@ -166,12 +168,16 @@ class Plan:
   row_tokens: int = 1
 
   @cached_property
+  def sample_tokens(self) -> np.ndarray:
+    """Returns `lengths` as an array, int64 [samples]."""
+    return np.array(self.lengths, np.int64)
+
+  @cached_property
   def rank_tokens(self) -> np.ndarray:
     """Returns the tokens each rank holds, int64 [num_ranks]."""
     tokens = self.shared_tokens.copy()
-    lengths = np.array(self.lengths, np.int64)
-    for group in self.solo:
-      tokens[group.first_rank] += lengths[list(group.samples)].sum()
+    first = np.array([group.first_rank for group in self.solo], np.int64)
+    tokens[first] += self.group_sums(SOLO, self.sample_tokens).astype(np.int64)
     return tokens
 
   @cached_property
@@ -182,13 +188,14 @@ class Plan:
   @cached_property
   def shared_tokens(self) -> np.ndarray:
     """Returns the tokens each rank holds of its child's stream, int64 [num_ranks], by rule 1."""
+    first, sizes = np.array([(child.first_rank, child.size) for child in self.children], np.int64).T
+    totals = self.group_sums(CHILDREN, self.sample_tokens).astype(np.int64)
+    total, size = np.repeat(totals, sizes), np.repeat(sizes, sizes)
+    place = np.arange(len(size)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rows = -(-total // self.row_tokens)
+    edges = (np.minimum((place + i) * rows // size * self.row_tokens, total) for i in range(2))
     tokens = np.zeros(self.num_ranks, np.int64)
-    lengths = np.array(self.lengths, np.int64)
-    for child in self.children:
-      total = int(lengths[list(child.samples)].sum()) if child.samples else 0
-      rows = -(-total // self.row_tokens)
-      edges = np.minimum(np.arange(child.size + 1) * rows // child.size * self.row_tokens, total)
-      tokens[child.first_rank : child.end_rank] = np.diff(edges)
+    tokens[np.repeat(first, sizes) + place] = -np.subtract(*edges)
     return tokens
 
   @cached_property
@@ -218,14 +225,30 @@ class Plan:
   def _with(self, **changes: Any) -> Plan:
     """The plan with changes that leave who holds what as it is, which need not be counted again."""
     changed = dataclasses.replace(self, **changes)
-    for name in ('shared_tokens', 'shared_slots', 'rank_tokens', 'rank_slots'):
+    for name in ('shared_tokens', 'shared_slots', 'rank_tokens', 'rank_slots', 'sample_tokens', '_members'):
       if name in vars(self):
         vars(changed)[name] = vars(self)[name]
     return changed
 
   def groups(self, layout: str) -> tuple[Group, ...]:
-    """Returns the groups of a layout."""
-    return self.parents if layout == PARENTS else self.children
+    """Returns the groups of a layout, or the solo ones."""
+    return {PARENTS: self.parents, CHILDREN: self.children, SOLO: self.solo}[layout]
+
+  def group_sums(self, layout: str, values: np.ndarray) -> np.ndarray:
+    """Returns each group's sum of its samples' values, [samples] -> float64 [groups]; exact below 2 ** 53."""
+    samples, of = self._members[layout]
+    return np.bincount(of, values[samples], len(self.groups(layout)))
+
+  @cached_property
+  def _members(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """(samples, the group of each) of each layout's and the solo groups, int64 [samples in one] each."""
+    members = {}
+    for layout in (*LAYOUTS, SOLO):
+      groups = self.groups(layout)
+      counts = [len(group.samples) for group in groups]
+      samples = np.fromiter(chain.from_iterable(group.samples for group in groups), np.int64, sum(counts))
+      members[layout] = samples, np.repeat(np.arange(len(groups)), counts)
+    return members
 
   def placement(self, layout: str) -> Placement:
     """Returns each rank's group in a layout, and its place in it."""

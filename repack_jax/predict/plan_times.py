@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.plan.plan import LAYOUTS, PARENTS, Group, Plan, Program
+from repack_jax.plan.plan import LAYOUTS, PARENTS, SOLO, Plan, Program
 from repack_jax.predict.costs import Costs, LayerCosts, OfLengths, link_s
 
 
@@ -29,7 +29,9 @@ class Tiling:
 
   @classmethod
   def at(cls, starts: np.ndarray, num_ranks: int) -> Tiling:
-    return cls(starts, np.repeat(np.arange(len(starts)), np.diff(starts, append=num_ranks)))
+    begins = np.zeros(num_ranks, np.int64)
+    begins[starts] = 1
+    return cls(starts, np.cumsum(begins) - 1)
 
   def max(self, values: np.ndarray) -> np.ndarray:
     """Returns the largest value of each rank's group, [num_ranks] -> [num_ranks]."""
@@ -130,24 +132,15 @@ def _nodes(plan: Plan) -> Tiling:
   return Tiling.at(np.arange(0, plan.num_ranks, plan.ranks_per_node), plan.num_ranks)
 
 
-def group_work(groups: tuple[Group, ...], work_s: np.ndarray) -> np.ndarray:
-  """Returns each group's sum of its samples' work, float64 [groups]."""
-  members = [s for group in groups for s in group.samples]
-  of_group = np.repeat(np.arange(len(groups)), [len(group.samples) for group in groups])
-  return np.bincount(of_group, work_s[members], len(groups)) if members else np.zeros(len(groups))
-
-
 def _cores(plan: Plan, costs: Costs, layout: str, group_of: np.ndarray) -> dict[OfLengths, Core]:
   """Every attention core of a layout, each function of lengths once; `group_of` is the group of each rank."""
-  groups = plan.groups(layout)
-  size = np.array([group.size for group in groups])
-  lengths = np.array(plan.lengths, np.int64)
+  size = np.array([group.size for group in plan.groups(layout)])
   cores = {}
-  for attention_s in dict.fromkeys(layer.attention_s for layer in costs.layers if layer.layout == layout):
-    work_s = attention_s(lengths)
+  for attention_s in dict.fromkeys(layer.attention_s for layer in costs.sorts if layer.layout == layout):
+    work_s = attention_s(plan.sample_tokens)
     solo_s = np.zeros(plan.num_ranks)
-    solo_s[[group.first_rank for group in plan.solo]] = group_work(plan.solo, work_s)
-    cores[attention_s] = Core((group_work(groups, work_s) / size)[group_of], solo_s)
+    solo_s[[group.first_rank for group in plan.solo]] = plan.group_sums(SOLO, work_s)
+    cores[attention_s] = Core((plan.group_sums(layout, work_s) / size)[group_of], solo_s)
   return cores
 
 

@@ -109,7 +109,7 @@ def simulate(
     player.play(plan_times(plan, costs, program, redistribute))
   player.meet_all('wait: step end')
   player.add('optimizer', np.full(player.ranks, costs.optimizer_s))
-  lengths = np.array([length for plan in plans for length in plan.lengths], np.int64)
+  lengths = np.concatenate([np.zeros(0, np.int64), *(plan.sample_tokens for plan in plans)])
   return Simulated(
     step_s=float(player.clock.max()),
     model_flops=TRAIN_OVER_FORWARD * float(np.sum(costs.flops(lengths))) if costs.flops else 0.0,

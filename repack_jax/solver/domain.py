@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -18,29 +20,67 @@ from repack_jax.solver.problem import Degrees, Groups, Layout, Problem, empty_gr
 from repack_jax.solver.search import FEW_SAMPLES, Options, search
 
 # Effort. Short samples are searched in bundles of a rank's mean tokens over _BUNDLES (over _SMALL_BUNDLES
-# where there is little room) and placed one by one only in the end, with at most so many layouts judged: more
-# where there are few samples.
-_BUNDLES, _SMALL_BUNDLES = 16, 32
+# where there is little room), after a first look in larger ones, and placed one by one only in the end, with
+# at most so many layouts judged: more where there are few samples.
+_LARGE_BUNDLES, _BUNDLES, _SMALL_BUNDLES = 8, 16, 32
 _MOST_SINGLE = 64
 _MANY_LAYOUTS, _FEW_LAYOUTS = 20_000, 300
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layouts:
-  """Parents, children and solo groups of a domain, ranks counted from its first, samples as in `Domain`.
+  """Parents, children and solo groups of a domain, made from its layout when they are asked for.
 
   Attributes:
+    samples: int64 [n], what the layout numbers: their numbers in the micro-batch.
+    first_rank: of the domain.
     judged_s: the seconds that it is judged to take.
     most_tokens: of its fullest rank.
     wide_children: whether a child lies on several nodes.
   """
 
-  parents: list[Group]
-  children: list[Group]
-  solo: list[Group]
+  samples: np.ndarray
+  layout: Layout
+  first_rank: int
   judged_s: float
   most_tokens: float
   wide_children: bool
+
+  @cached_property
+  def children(self) -> list[Group]:
+    of, children = self.layout.children.of, self.layout.children
+    return self._groups(children, self._members(of, int(children.number[0])))
+
+  @cached_property
+  def parents(self) -> list[Group]:
+    """Each with its samples in the order of its stream, that of its children."""
+    parents = self.layout.parents
+    streams: list[tuple[int, ...]] = []
+    inside = iter(self.children)
+    for size in parents.size[: parents.number[0]].tolist():
+      stream: tuple[int, ...] = ()
+      while size:
+        child = next(inside)
+        stream += child.samples
+        size -= child.size
+      streams.append(stream)
+    return self._groups(parents, streams)
+
+  @cached_property
+  def solo(self) -> list[Group]:
+    alone = self._members(self.layout.solo.of, len(self.layout.solo.tokens))
+    return [Group(self.first_rank + rank, 1, samples) for rank, samples in enumerate(alone) if samples]
+
+  def _groups(self, found: Groups, streams: Sequence[tuple[int, ...]]) -> list[Group]:
+    count = int(found.number[0])
+    first, size = (self.first_rank + found.first[:count]).tolist(), found.size[:count].tolist()
+    return [Group(*group) for group in zip(first, size, streams, strict=True)]
+
+  def _members(self, of: np.ndarray, count: int) -> list[tuple[int, ...]]:
+    """The samples of each group, from the group of each sample (-1 for none)."""
+    samples = self.samples[np.argsort(of, kind='stable')].tolist()
+    edges = np.cumsum(np.bincount(of + 1, minlength=count + 1)).tolist()
+    return [tuple(samples[begin:end]) for begin, end in pairwise(edges)]
 
 
 class _Found(NamedTuple):
@@ -48,6 +88,21 @@ class _Found(NamedTuple):
 
   layout: Layout
   seconds: float
+
+
+class _Bundled(NamedTuple):
+  """The bundle of each sample, int64 [samples], and the problem of the bundles."""
+
+  of: np.ndarray
+  problem: Problem
+
+  def parents(self, given: Groups | None) -> Groups:
+    """Returns these parents of the samples as those of the bundles, or none."""
+    parents = empty_groups(self.problem.ranks, len(self.problem.tokens))
+    if given is None:
+      return parents
+    parents.of[self.of] = given.of
+    return given._replace(of=parents.of)
 
 
 class Domain:
@@ -58,6 +113,7 @@ class Domain:
     lengths: int64, of the whole micro-batch.
     static_degree: of the way `static`.
     row_tokens: a rank's share of a child is rounded up to a multiple of this (`Plan.row_tokens`).
+    first_rank: of the domain.
   """
 
   def __init__(
@@ -68,10 +124,13 @@ class Domain:
     row_tokens: int,
     costs: Costs,
     config: PlannerConfig,
+    first_rank: int,
   ):
     self.samples, self._row_tokens, self._static_degree = samples, row_tokens, static_degree
-    self._widest = costs.degrees(config)[-1]
+    self._first_rank, self._widest = first_rank, costs.degrees(config)[-1]
     self._problem = _problem(lengths[samples], config.capacity_tokens, costs)
+    # Small bundles and large ones by capacity, where no parents are given: ways share them.
+    self._bundles: dict[float, tuple[_Bundled, _Bundled]] = {}
 
   def layouts(self, ways: Iterable[str]) -> dict[str, Layouts]:
     """Returns the best layouts that were found in each of these ways; without those in which nothing fits."""
@@ -92,12 +151,13 @@ class Domain:
       else:
         assert way == 'solve_solo', f'{way}: no such way'
         found[way] = self._with_solo(repack=True)
-    return {way: self._layouts(of) for way, of in found.items() if of}
+    layouts: dict[bytes, Layouts] = {}  # ways that found the same share one
+    return {way: self._layouts(of, layouts) for way, of in found.items() if of}
 
   def _static(self) -> _Found | None:
     degrees = np.full(len(self.samples), self._static_degree)
     no_parents = empty_groups(self._problem.ranks, len(self.samples))
-    seconds, layout = lay_out(self._problem, False, True, Degrees(degrees, degrees), no_parents)
+    seconds, layout = lay_out(self._problem, False, False, True, Degrees(degrees, degrees), no_parents)
     return _Found(layout, seconds) if seconds < np.inf else None
 
   def _with_solo(self, repack: bool) -> _Found | None:
@@ -115,17 +175,19 @@ class Domain:
     given: Groups | None = None,
   ) -> _Found | None:
     """Searches over bundles, places every sample by the degrees found, then moves single samples."""
-    bundle_of, few = _bundled(problem, None if given is None else given.of)
-    few_parents = empty_groups(few.ranks, len(few.tokens))
-    if given is not None:
-      few_parents.of[bundle_of] = given.of
-      few_parents = given._replace(of=few_parents.of)
-    found = search(few, Options(repack, use_solo, self._widest), few_parents)
-    parents, children = (degree[bundle_of] for degree in found.degrees)
+    fine, coarse = self._bundled(problem, given)
+    found = search(
+      fine.problem,
+      coarse.problem,
+      Options(repack, use_solo, self._widest),
+      fine.parents(given),
+      coarse.parents(given),
+    )
+    parents, children = (degree[fine.of] for degree in found.degrees)
     widest = np.full(len(self.samples), self._widest)
     stay = empty_groups(problem.ranks, len(self.samples)) if given is None else given
     for degree in (parents, widest):
-      seconds, layout = lay_out(problem, repack, found.by_step, Degrees(degree, children), stay)
+      seconds, layout = lay_out(problem, repack, True, found.by_step, Degrees(degree, children), stay)
       if seconds < np.inf:
         break
     else:
@@ -133,29 +195,24 @@ class Domain:
     budget = _MANY_LAYOUTS if len(self.samples) <= FEW_SAMPLES else _FEW_LAYOUTS
     return _Found(layout, improve(problem, given is not None, budget, layout))
 
-  def _layouts(self, found: _Found) -> Layouts:
-    layout = found.layout
-    parents, children = (self._groups(found.of, found) for found in (layout.parents, layout.children))
-    ranks = self._problem.ranks
-    alone = self._members(layout.solo.of, ranks)
-    solo = [Group(rank, 1, samples) for rank, samples in enumerate(alone) if samples]
-    wide = any(child.size > self._problem.node_ranks for child in children)
-    return Layouts(parents, children, solo, found.seconds, most_tokens(layout), wide)
-
-  def _groups(self, of: np.ndarray, found: Groups) -> list[Group]:
-    count = int(found.number[0])
-    return [
-      Group(int(first), int(size), samples)
-      for first, size, samples in zip(
-        found.first[:count], found.size[:count], self._members(of, count), strict=True
+  def _bundled(self, problem: Problem, given: Groups | None) -> tuple[_Bundled, _Bundled]:
+    """Small bundles and large ones."""
+    if given is not None:
+      return _bundled(problem, given.of, _BUNDLES), _bundled(problem, given.of, _LARGE_BUNDLES)
+    if problem.capacity not in self._bundles:
+      self._bundles[problem.capacity] = (
+        _bundled(problem, None, _BUNDLES),
+        _bundled(problem, None, _LARGE_BUNDLES),
       )
-    ]
+    return self._bundles[problem.capacity]
 
-  def _members(self, of: np.ndarray, count: int) -> list[tuple[int, ...]]:
-    """The samples of each group, from the group of each sample (-1 for none)."""
-    order = np.argsort(of, kind='stable')
-    edges = np.cumsum(np.bincount(of + 1, minlength=count + 1))
-    return [tuple(part.tolist()) for part in np.split(self.samples[order], edges[:-1])[1:]]
+  def _layouts(self, found: _Found, known: dict[bytes, Layouts]) -> Layouts:
+    parents, children, solo = layout = found.layout
+    key = b''.join(part.tobytes() for part in (parents.size, parents.of, children.size, children.of, solo.of))
+    if key not in known:
+      wide = bool(children.size[: children.number[0]].max() > self._problem.node_ranks)
+      known[key] = Layouts(self.samples, layout, self._first_rank, found.seconds, most_tokens(layout), wide)
+    return known[key]
 
 
 def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
@@ -206,11 +263,11 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
   )
 
 
-def _bundled(problem: Problem, parent_of: np.ndarray | None) -> tuple[np.ndarray, Problem]:
-  """(bundle of each sample, the problem of the bundles): short samples together, those of a parent apart."""
+def _bundled(problem: Problem, parent_of: np.ndarray | None, bundles: int) -> _Bundled:
+  """Short samples together, those of a parent apart: a rank's mean tokens in so many bundles."""
   samples = len(problem.tokens)
   mean = problem.tokens.sum() / problem.ranks
-  limit = min(max(problem.capacity - mean, mean / _SMALL_BUNDLES), mean / _BUNDLES)
+  limit = min(max(problem.capacity - mean, mean / _SMALL_BUNDLES), mean / bundles)
   single = max(int(np.searchsorted(-problem.tokens, -limit)), min(samples, _MOST_SINGLE))
   bundle_of = np.arange(samples)
   if single < samples:
@@ -229,13 +286,16 @@ def _bundled(problem: Problem, parent_of: np.ndarray | None) -> tuple[np.ndarray
   def summed_loads(loads: np.ndarray) -> np.ndarray:
     return np.stack([summed(loads[:, i]) for i in range(2)], axis=1)
 
-  return bundle_of, problem._replace(
-    solo_slack=limit if single < samples else 0.0,
-    tokens=summed(problem.tokens),
-    parents_s=summed(problem.parents_s),
-    children_s=summed(problem.children_s),
-    step_s=summed(problem.step_s),
-    layer_loads=summed_loads(problem.layer_loads),
-    step_loads=summed_loads(problem.step_loads),
-    children_loads=summed_loads(problem.children_loads),
+  return _Bundled(
+    bundle_of,
+    problem._replace(
+      solo_slack=limit if single < samples else 0.0,
+      tokens=summed(problem.tokens),
+      parents_s=summed(problem.parents_s),
+      children_s=summed(problem.children_s),
+      step_s=summed(problem.step_s),
+      layer_loads=summed_loads(problem.layer_loads),
+      step_loads=summed_loads(problem.step_loads),
+      children_loads=summed_loads(problem.children_loads),
+    ),
   )

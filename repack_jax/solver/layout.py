@@ -20,15 +20,15 @@ from repack_jax.solver.problem import (
 
 @compiled
 def lay_out(
-  problem: Problem, repack: bool, by_step: bool, degrees: Degrees, given: Groups
+  problem: Problem, repack: bool, try_wide: bool, by_step: bool, degrees: Degrees, given: Groups
 ) -> tuple[float, Layout]:
   """Returns (judged seconds, layout) of these degrees.
 
   Where the samples don't fit, the seconds are infinity and the layout is incomplete.
 
   Args:
-    repack: children may be narrower than their parents. A parent across nodes stays wide in the children's
-      layout where that is judged faster.
+    repack: children may be narrower than their parents.
+    try_wide: then a parent across nodes stays wide in the children's layout where that is judged faster.
     by_step: parents balance `step_loads` rather than `layer_loads`.
     given: parents, which the layout then shares; where it has no groups, parents are made from the degrees.
   """
@@ -41,7 +41,7 @@ def lay_out(
       return np.inf, Layout(parents, given, no_solo(problem.ranks, len(problem.tokens)))
   wide = np.full(parents.number[0], not repack)
   best, layout = _lay_out_inside(problem, degrees, parents, wide)
-  if repack:
+  if repack and try_wide:
     for g in range(parents.number[0]):
       if parents.size[g] <= problem.node_ranks:
         continue
@@ -91,25 +91,31 @@ def _place(
   Returns False where a sample finds no room; what was appended is then of no use.
   """
   tokens, capacity = problem.tokens, problem.capacity
-  begin, free = groups.number[0], ranks
-  held = np.zeros((ranks, 2))
+  begin, free, made = groups.number[0], ranks, 0
+  # Of each group made here: the loads it holds, tokens that still fit, and one over its size, which is exact.
+  held0, held1, room, share = np.zeros(ranks), np.zeros(ranks), np.zeros(ranks), np.zeros(ranks)
+  after = np.empty(ranks)
   for s in widest_first:
     p, length, load0, load1 = min(degree[s], ranks), tokens[s], loads[s, 0], loads[s, 1]
+    for i in range(made):  # apart from the search for the least, so that it can be vectorized
+      load = max(held0[i] + load0, held1[i] + load1) * share[i]
+      after[i] = load if length <= room[i] else np.inf
     best, best_load = -1, np.inf
-    for g in range(begin, groups.number[0]):
-      if groups.tokens[g] + length <= groups.size[g] * capacity:
-        i = g - begin
-        load = max(held[i, 0] + load0, held[i, 1] + load1) / groups.size[g]
-        if load < best_load:
-          best, best_load = g, load
+    for i in range(made):
+      if after[i] < best_load:
+        best, best_load = i, after[i]
     if p <= free and length <= p * capacity and max(load0, load1) / p <= best_load:
-      best = _append(groups, p)
+      best = made
+      room[best], share[best] = p * capacity, 1.0 / p
+      _append(groups, p)
       free -= p
+      made += 1
     if best < 0:
       return False
-    held[best - begin, 0] += load0
-    held[best - begin, 1] += load1
-    _put(problem, work_s, s, groups, best)
+    held0[best] += load0
+    held1[best] += load1
+    room[best] -= length
+    _put(problem, work_s, s, groups, begin + best)
   for _ in range(free):
     _append(groups, 1)
   return True

@@ -1,4 +1,4 @@
-"""The search for degrees: a grid of thresholds, then changes of single samples' degrees."""
+"""The search for degrees: a grid of limits, then changes of single samples' degrees."""
 
 from __future__ import annotations
 
@@ -47,78 +47,90 @@ class Found(NamedTuple):
   by_step: bool
 
 
-class _Starts(NamedTuple):
-  """The best of the grid for each choice of loads and solo limit.
+class _Start(NamedTuple):
+  """What degrees to begin with.
 
   Attributes:
-    seconds: float64 [starts], judged.
-    parents, children: int64 [starts, samples], degrees.
+    by_step: whether parents balance `step_loads`.
+    parents, children: which of `LIMITS`.
+    solo: one of `SOLO_LIMITS`; None of them is asked for where samples may not be solo.
   """
 
-  seconds: np.ndarray
-  parents: np.ndarray
-  children: np.ndarray
+  by_step: bool
+  parents: int
+  children: int
+  solo: int
 
 
 @compiled
-def search(problem: Problem, options: Options, given: Groups) -> Found:
+def search(problem: Problem, coarse: Problem, options: Options, given: Groups, coarse_given: Groups) -> Found:
   """Returns the degrees of the best layout found.
 
   Args:
-    given: parents that stay, or no groups: then they are chosen too.
+    coarse: the same samples in larger bundles, for a first look at many degrees.
+    given, coarse_given: parents that stay, or no groups: then they are chosen too.
   """
   samples = len(problem.tokens)
-  few = samples <= FEW_SAMPLES
-  starts = _grid(problem, options, given)
+  few = samples <= FEW_SAMPLES  # with more, what stays wide is tried in the end
+  seconds, starts = _grid(coarse, options, coarse_given)
+  if seconds.min() == np.inf:  # larger bundles need more room
+    seconds, starts = _grid(problem, options, given)
+  if not few:
+    for i in range(len(starts)):
+      degrees = _degrees(problem, options, starts[i])
+      seconds[i], _ = lay_out(problem, options.repack, few, starts[i].by_step, degrees, given)
   found = Found(Degrees(np.ones(samples, np.int64), np.ones(samples, np.int64)), False)
   best = np.inf
-  for start in np.argsort(starts.seconds)[: CLIMBS_OF_FEW if few else 1]:
-    by_step, seconds = _by_step(given, start), starts.seconds[start]
-    degrees = Degrees(starts.parents[start], starts.children[start])
+  for i in np.argsort(seconds)[: CLIMBS_OF_FEW if few else 1]:
+    by_step = starts[i].by_step
+    degrees = _degrees(problem, options, starts[i])
+    at_s = seconds[i]
     if options.use_solo and not few:
-      seconds = _change_limit(problem, options, given, by_step, seconds, degrees)
-    if seconds < np.inf:
-      seconds = _change_degrees(problem, options, given, by_step, seconds, degrees)
-    if seconds < best:
-      best, found = seconds, Found(degrees, by_step)
+      at_s = _change_limit(problem, options, given, by_step, at_s, degrees)
+    if at_s < np.inf:
+      at_s = _change_degrees(problem, options, given, by_step, at_s, degrees)
+    if at_s < best:
+      best, found = at_s, Found(degrees, by_step)
   return found
 
 
 @compiled
-def _by_step(given: Groups, start: int) -> bool:
-  """Returns whether the parents of a start balance `step_loads`: every other one, where they are chosen."""
-  return given.number[0] == 0 and start % 2 == 1
+def _degrees(problem: Problem, options: Options, start: _Start) -> Degrees:
+  load = (problem.step_loads if start.by_step else problem.layer_loads)[:, 0].copy()  # contiguous, as tokens
+  limits = LIMITS[start.parents], LIMITS[start.children]
+  degrees = degrees_by_limits(problem, options.repack, load, limits[0], limits[1], options.widest)
+  if options.use_solo:
+    make_solo(problem, SOLO_LIMITS[start.solo], degrees)
+  return degrees
 
 
 @compiled
-def _grid(problem: Problem, options: Options, given: Groups) -> _Starts:
+def _grid(problem: Problem, options: Options, given: Groups) -> tuple[np.ndarray, list[_Start]]:
+  """Returns the best start for each choice of loads and solo limit, and its judged seconds."""
   samples = len(problem.tokens)
+  few = samples <= FEW_SAMPLES
   choose_parents = given.number[0] == 0
   count = (2 if choose_parents else 1) * (len(SOLO_LIMITS) if options.use_solo else 1)
-  starts = _Starts(
-    np.full(count, np.inf), np.ones((count, samples), np.int64), np.ones((count, samples), np.int64)
-  )
+  limits = len(LIMITS) if few else LIMITS_OF_MANY
+  best_s, starts = np.full(count, np.inf), [_Start(False, 0, 0, 0) for _ in range(count)]
   seen = {0}
-  for start in range(count):
-    by_step = _by_step(given, start)
-    load = (problem.step_loads if by_step else problem.layer_loads)[:, 0].copy()  # contiguous, as tokens are
-    limits = LIMITS if samples <= FEW_SAMPLES else LIMITS[:LIMITS_OF_MANY]
-    for limit in limits[: len(limits) if choose_parents else 1]:
-      for j in range(len(limits)):
-        if options.use_solo and samples > FEW_SAMPLES and 0 < j < len(limits) - 1:
+  for n in range(count):
+    # Where parents are chosen, every other start balances the step.
+    by_step = choose_parents and n % 2 == 1
+    for i in range(limits if choose_parents else 1):
+      for j in range(limits):
+        if options.use_solo and not few and (0 < j < limits - 1 or (j > 0 and not options.repack)):
           continue  # left to `_change_limit`
-        degrees = degrees_by_limits(problem, options.repack, load, limit, LIMITS[j], options.widest)
-        if options.use_solo:
-          make_solo(problem, SOLO_LIMITS[start // 2], degrees)
+        start = _Start(by_step, i, j, n // 2)
+        degrees = _degrees(problem, options, start)
         code = _code(degrees, by_step)
         if code in seen:
           continue
         seen.add(code)
-        seconds, _ = lay_out(problem, options.repack, by_step, degrees, given)
-        if seconds < starts.seconds[start]:
-          starts.seconds[start] = seconds
-          starts.parents[start], starts.children[start] = degrees.parents, degrees.children
-  return starts
+        seconds, _ = lay_out(problem, options.repack, few, by_step, degrees, given)
+        if seconds < best_s[n]:
+          best_s[n], starts[n] = seconds, start
+  return best_s, starts
 
 
 @compiled
@@ -136,9 +148,10 @@ def _change_limit(
   problem: Problem, options: Options, given: Groups, by_step: bool, best: float, degrees: Degrees
 ) -> float:
   """Changes the children's degrees to those of another limit where that is faster; returns the seconds."""
+  few = False
   for limit in LIMITS[:LIMITS_OF_MANY]:
     children = smallest_degrees(problem, problem.tokens, limit, options.widest)
-    seconds, _ = lay_out(problem, options.repack, by_step, Degrees(degrees.parents, children), given)
+    seconds, _ = lay_out(problem, options.repack, few, by_step, Degrees(degrees.parents, children), given)
     if seconds < best:
       best = seconds
       degrees.children[:] = children
@@ -187,8 +200,9 @@ def _change_degrees(
 @compiled
 def _improved_s(problem: Problem, options: Options, given: Groups, by_step: bool, degrees: Degrees) -> float:
   """Returns the judged seconds of these degrees, for few samples with their layout improved."""
-  seconds, layout = lay_out(problem, options.repack, by_step, degrees, given)
-  moves = MOVES_OF_FEW if len(problem.tokens) <= FEW_SAMPLES else 0
-  if moves and seconds < np.inf:
+  few = len(problem.tokens) <= FEW_SAMPLES
+  seconds, layout = lay_out(problem, options.repack, few, by_step, degrees, given)
+  moves = MOVES_OF_FEW
+  if few and seconds < np.inf:
     seconds = improve(problem, given.number[0] > 0, moves, layout)
   return seconds

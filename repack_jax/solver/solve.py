@@ -6,12 +6,13 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from repack_jax.config.run import WAYS, PlannerConfig
-from repack_jax.plan.plan import PARENTS, Group, Plan, PlanError
+from repack_jax.plan.plan import PARENTS, Plan, PlanError
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import Simulated, simulate
 from repack_jax.solver.bins import Items, equal_numbers, micro_batches, spread
@@ -247,14 +248,17 @@ class _Batch:
     if parts is None:
       return dict.fromkeys(ways)
     domains = [
-      Domain(part, items.tokens, self.static_degree, self.row_tokens, self.costs, self.config)
-      for part in parts
+      Domain(part, items.tokens, self.static_degree, self.row_tokens, self.costs, self.config, first_rank)
+      for part, first_rank in zip(
+        parts, range(0, self.cluster.num_ranks, self.cluster.domain_ranks), strict=True
+      )
     ]
     wanted = [way for way in WAYS['solve'] if any(way in of for of in ways.values())]
     found = _in_threads(lambda domain: domain.layouts(wanted), domains)
     # A child between nodes in one domain makes exchanges of all span nodes: with such ones, and without.
     in_nodes = [{way: layouts for way, layouts in of.items() if not layouts.wide_children} for of in found]
-    played: dict[Any, _Candidate] = {}
+    numbers, lengths = tuple(range(len(items.tokens))), tuple(items.tokens.tolist())
+    played: dict[tuple[Layouts, ...], _Candidate] = {}
 
     def candidates(allowed: Sequence[str]) -> Iterator[_Candidate]:
       """Yields what fits of these ways: for several domains, the best mixture of them and of fewer ways."""
@@ -264,13 +268,12 @@ class _Batch:
         mixed = (self._mixed(kept, of) for of in dict.fromkeys(fewer) for kept in (found, in_nodes))
         choices = list(dict.fromkeys(choice for choice in mixed if choice))
       for choice in choices:
-        layouts = [of[way] for of, way in zip(found, choice, strict=True)]
-        same = tuple((*of.parents, *of.children, *of.solo) for of in layouts)
-        if same not in played:
-          plan = self._built(items.tokens, layouts)
+        layouts = tuple(of[way] for of, way in zip(found, choice, strict=True))
+        if layouts not in played:
+          plan = self._built(numbers, lengths, layouts)
           step = simulate(self.costs, [plan])
-          played[same] = _Candidate(plan, step, step.step_s - self.costs.optimizer_s)
-        yield played[same]
+          played[layouts] = _Candidate(plan, step, step.step_s - self.costs.optimizer_s)
+        yield played[layouts]
 
     return {
       name: min(candidates(of), key=lambda item: item.seconds, default=None) for name, of in ways.items()
@@ -300,31 +303,14 @@ class _Batch:
     least = max(min(slots for _, slots, _ in of) for of in sorts)
     return min(map(chosen, sorted({slots for of in sorts for _, slots, _ in of if slots >= least})))[1]
 
-  def _built(self, tokens: np.ndarray, layouts: Sequence[Layouts]) -> Plan:
-    """A plan from each domain's layouts of samples of so many tokens."""
-
-    def moved(group: Group, domain: int, stream: Sequence[int]) -> Group:
-      return Group(group.first_rank + domain * self.cluster.domain_ranks, group.size, tuple(stream))
-
-    parents, children, solo = [], [], []
-    for domain, found in enumerate(layouts):
-      solo += [moved(group, domain, group.samples) for group in found.solo]
-      children += [moved(child, domain, child.samples) for child in found.children]
-      inside = iter(found.children)
-      for parent in found.parents:
-        stream: list[int] = []
-        reached = parent.first_rank
-        while reached < parent.end_rank:
-          child = next(inside)
-          stream += child.samples
-          reached = child.end_rank
-        parents.append(moved(parent, domain, stream))
+  def _built(self, samples: tuple[int, ...], lengths: tuple[int, ...], layouts: Sequence[Layouts]) -> Plan:
+    """A plan from each domain's layouts."""
     plan = Plan(
-      sample_ids=tuple(range(len(tokens))),
-      lengths=tuple(tokens.tolist()),
-      parents=tuple(parents),
-      children=tuple(children),
-      solo=tuple(solo),
+      sample_ids=samples,
+      lengths=lengths,
+      parents=tuple(chain.from_iterable(of.parents for of in layouts)),
+      children=tuple(chain.from_iterable(of.children for of in layouts)),
+      solo=tuple(chain.from_iterable(of.solo for of in layouts)),
       mode=self.config.mode,
       capacity_tokens=self.config.capacity_tokens,
       num_ranks=self.cluster.num_ranks,
