@@ -17,9 +17,6 @@ from repack_jax.documents.tokenizers import TOKENIZERS
 
 State = dict[str, int | str]
 
-# What a state has of a run that groups nothing, or lacks where it is from before there was such a setting.
-_UNGROUPED: State = {'group_long_documents': 0, 'group_window_samples': 0}
-
 # Two seeds below this give different first words of `np.random.SeedSequence`; this one's is that of 14375.
 _FIRST_AMBIGUOUS_SEED = 53572
 
@@ -86,14 +83,13 @@ class Batcher:
     self._config, self._source, self._tokenizer = config, source, TOKENIZERS[config.tokenizer]
     self.index = index_samples(source, config) if index is None else index
     self._order = _shuffled_order(len(self.index), config.seed)
-    grouping = _UNGROUPED
+    window_samples = 0
     if config.group_long_documents:
       self._order = GroupedOrder(self._order, self.index.length, self.index.counts['epoch_tokens'], config)
-      grouping = {
-        'group_long_documents': config.group_long_documents,
-        'group_window_samples': self._order.window_samples,
-      }
-    self._identity: State = grouping | {
+      window_samples = self._order.window_samples
+    self._identity: State = {
+      'group_long_documents': config.group_long_documents,
+      'group_window_samples': window_samples,
       'tokenizer': config.tokenizer,
       'seed': config.seed,
       'num_samples': len(self.index),
@@ -150,7 +146,7 @@ class Batcher:
 
   def _check(self, state: State) -> None:
     """Raises ConfigError unless this Batcher can go on from `state`."""
-    state, expected = _UNGROUPED | state, self.state()
+    expected = self.state()
     numbers = [name for name in expected if name != 'tokenizer']
     if (
       set(state) != set(expected)
