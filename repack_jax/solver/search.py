@@ -53,7 +53,7 @@ class _Start(NamedTuple):
   Attributes:
     by_step: whether parents balance `step_loads`.
     parents, children: which of `LIMITS`.
-    solo: one of `SOLO_LIMITS`; None of them is asked for where samples may not be solo.
+    solo: which of `SOLO_LIMITS`; any where samples may not be solo.
   """
 
   by_step: bool
@@ -71,7 +71,7 @@ def search(problem: Problem, coarse: Problem, options: Options, given: Groups, c
     given, coarse_given: parents that stay, or no groups: then they are chosen too.
   """
   samples = len(problem.tokens)
-  few = samples <= FEW_SAMPLES  # with more, what stays wide is tried in the end
+  few = samples <= FEW_SAMPLES  # of more, `lay_out` tries wide children only in the end
   seconds, starts = _grid(coarse, options, coarse_given)
   if seconds.min() == np.inf:  # larger bundles need more room
     seconds, starts = _grid(problem, options, given)
