@@ -9,6 +9,7 @@ from models.layers import RMSNorm, parameter, rotary
 from repack_jax.config.model import ModelConfig
 from repack_jax.config.weights import Table
 from repack_jax.kinds import LayerKind
+from repack_jax.ops.products import matmul
 from repack_jax.plan.arrays import PlanArrays
 from repack_jax.training.context import StepContext
 
@@ -29,11 +30,11 @@ class Attention(nnx.Module):
   def __call__(self, x: jax.Array, batch: PlanArrays, ctx: StepContext) -> jax.Array:
     """x [T, d] -> [T, d]."""
     config = self.config
-    q = (x @ self.query[...]).reshape(-1, config.num_heads, config.head_dim)
-    k = (x @ self.key[...]).reshape(-1, config.num_kv_heads, config.head_dim)
-    v = (x @ self.value[...]).reshape(-1, config.num_kv_heads, config.head_dim)
+    q = matmul(x, self.query[...]).reshape(-1, config.num_heads, config.head_dim)
+    k = matmul(x, self.key[...]).reshape(-1, config.num_kv_heads, config.head_dim)
+    v = matmul(x, self.value[...]).reshape(-1, config.num_kv_heads, config.head_dim)
     if config.qk_norm:
       q, k = self.query_norm(q), self.key_norm(k)
     q, k = (rotary(x, batch.positions, self.kind.rope_theta) for x in (q, k))
     y = ctx.attend(self.kind, q, k, v, batch)
-    return y.reshape(-1, config.num_heads * config.head_dim) @ self.out[...]
+    return matmul(y.reshape(-1, config.num_heads * config.head_dim), self.out[...])

@@ -23,7 +23,10 @@ from repack_jax.config.weights import Table
 from repack_jax.exchange.collectives import exchange_blocks
 from repack_jax.ops.attention import KEPT
 from repack_jax.ops.grouped import grouped_matmul
+from repack_jax.ops.products import matmul
+from repack_jax.ops.rows import Move, from_rows, to_rows
 from repack_jax.parallel.mesh import LOCAL_AXIS
+from repack_jax.plan.arrays import PlanArrays
 from repack_jax.training.context import StepContext
 
 
@@ -31,9 +34,10 @@ class ExpertStats(NamedTuple):
   """Sums over the tokens of this rank in one layer.
 
   Attributes:
-    balance, router_z: float32 scalars, the sums of the two auxiliary losses, not yet weighted.
-    counts: int32 [E], assignments to each expert.
-    dropped: int32, assignments beyond the receive buffers.
+    balance, router_z: float32 scalars, the two auxiliary losses, not yet weighted. Tokens without a target
+      don't count, since the means of all losses are taken over those with one.
+    counts: int32 [E], assignments of all tokens to each expert.
+    dropped: float32, assignments beyond the receive buffers.
   """
 
   balance: jax.Array
@@ -68,30 +72,33 @@ class Experts(nnx.Module):
       self.shared = GatedMLP(table['shared'], rngs)
 
   def __call__(
-    self, x: jax.Array, valid: jax.Array, load: jax.Array, ctx: StepContext
+    self, x: jax.Array, batch: PlanArrays, load: jax.Array, ctx: StepContext
   ) -> tuple[jax.Array, ExpertStats]:
-    """x [T, d], valid bool [T], load float32 [E] -> ([T, d], stats).
+    """x [T, d], load float32 [E] -> ([T, d], stats).
 
     `load` is each expert's share of all assignments in the step before, over all ranks and micro-batches.
     The balance loss E * sum_e load_e * p_e (Fedus et al. 2021, with the share of one step ago) is then a
     sum over tokens, whatever the plan made of the batch.
     """
     k, e = self.config.experts_per_token, self.config.num_experts
-    logits = x.astype(jnp.float32) @ self.router[...]
+    logits = matmul(x.astype(jnp.float32), self.router[...])
     probabilities = jax.nn.softmax(logits)
     weights, chosen = lax.top_k(probabilities, k)
     weights = weights / weights.sum(axis=-1, keepdims=True)
-    chosen = jnp.where(valid[:, None], chosen, e)  # expert e does not exist: padding goes nowhere
+    # Expert e does not exist: padding goes nowhere.
+    chosen = jnp.where((batch.segments >= 0)[:, None], chosen, e)
     counts = jnp.bincount(chosen.reshape(-1), length=e + 1)[:e].astype(jnp.int32)
 
     rows, dropped = self._apply(x, chosen.reshape(-1), counts, ctx)
-    y = (rows.reshape(-1, k, x.shape[1]) * weights[..., None].astype(x.dtype)).sum(axis=1)
+    # In float32, whose sums over d are the gradient of the weights.
+    y = (rows.reshape(-1, k, x.shape[1]).astype(jnp.float32) * weights[..., None]).sum(axis=1).astype(x.dtype)
     if self.config.shared_expert_width:
       y = y + self.shared(x)
     balance = e * (probabilities * load).sum(axis=-1)
     router_z = jax.nn.logsumexp(logits, axis=-1) ** 2
+    counted = batch.targets >= 0
     stats = ExpertStats(
-      jnp.where(valid, balance, 0).sum(), jnp.where(valid, router_z, 0).sum(), counts, dropped
+      jnp.where(counted, balance, 0).sum(), jnp.where(counted, router_z, 0).sum(), counts, dropped
     )
     return y, stats
 
@@ -99,43 +106,49 @@ class Experts(nnx.Module):
     self, x: jax.Array, chosen: jax.Array, counts: jax.Array, ctx: StepContext
   ) -> tuple[jax.Array, jax.Array]:
     """Each assignment's expert output, [A, d], zero where there is none; and how many were dropped."""
-    k = self.config.experts_per_token
+    k, experts = self.config.experts_per_token, self.config.num_experts
     order = jnp.argsort(chosen, stable=True)  # by expert; padding last
     place = jnp.argsort(order)  # of each assignment in that order
+    exists = chosen < experts
     if ctx.chosen.expert_ranks == 1:
-      rows = self._grouped(x[order // k], counts, ctx)
-      return jnp.where((chosen < self.config.num_experts)[:, None], rows[place], 0), jnp.int32(0)
+      move = Move(order, jnp.arange(order.size) < counts.sum(), place, exists)
+      return from_rows(self._grouped(to_rows(k, x, move), counts, ctx), move), jnp.float32(0)
 
-    ranks, per_rank = ctx.chosen.expert_ranks, self.config.num_experts // ctx.chosen.expert_ranks
+    ranks, per_rank = ctx.chosen.expert_ranks, experts // ctx.chosen.expert_ranks
     block = block_rows(self.config, x.shape[0], ranks)
     to_rank = counts.reshape(ranks, per_rank)
     start = jnp.cumsum(to_rank.sum(axis=1)) - to_rank.sum(axis=1)
     kept = jnp.diff(jnp.minimum(jnp.cumsum(to_rank, axis=1), block), prepend=0, axis=1)  # [L, E/L]
     sent = kept.sum(axis=1)
     slot = jnp.arange(block)
-    source = order[jnp.minimum(start[:, None] + slot, order.size - 1)] // k
-    blocks = jnp.where((slot < sent[:, None])[..., None], x[source], 0)
+    rank = jnp.minimum(chosen // per_rank, ranks - 1)
+    row = place - start[rank]
+    move = Move(
+      item=order[jnp.minimum(start[:, None] + slot, order.size - 1)].reshape(-1),
+      filled=(slot < sent[:, None]).reshape(-1),
+      row=rank * block + row,
+      kept=exists & (row < sent[rank]),
+    )
+    move = move._replace(row=jnp.where(move.kept, move.row, 0))
 
+    blocks = to_rows(k, x, move).reshape(ranks, block, -1)
     theirs = lax.all_to_all(kept, LOCAL_AXIS, split_axis=0, concat_axis=0)  # [L, E/L], a few integers
     received = exchange_blocks(LOCAL_AXIS, ctx.chosen.exchange, blocks, sent, theirs.sum(axis=1))
     received = checkpoint_name(received, KEPT)
     outputs = self._grouped_by_block(received, theirs, ctx)
     returned = exchange_blocks(LOCAL_AXIS, ctx.chosen.exchange, outputs, theirs.sum(axis=1), sent)
     returned = checkpoint_name(returned, KEPT)
-
-    rank = jnp.minimum(chosen // per_rank, ranks - 1)
-    row = place - start[rank]
-    made_it = (chosen < self.config.num_experts) & (row < sent[rank])
-    rows = returned[rank, jnp.where(made_it, row, 0)]
-    return jnp.where(made_it[:, None], rows, 0), counts.sum() - sent.sum()
+    dropped = (counts.sum() - sent.sum()).astype(jnp.float32)
+    return from_rows(returned.reshape(ranks * block, -1), move), dropped
 
   def _grouped_by_block(self, blocks: jax.Array, counts: jax.Array, ctx: StepContext) -> jax.Array:
     """Expert outputs of rows [L, C, d], of which block i holds counts[i] [E/L] rows of each local expert."""
     ends = jnp.cumsum(counts, axis=1)
-    expert = (jnp.arange(blocks.shape[1])[None, :, None] >= ends[:, None, :]).sum(axis=-1)
-    order = jnp.argsort(expert.reshape(-1), stable=True)
-    rows = self._grouped(blocks.reshape(-1, blocks.shape[2])[order], counts.sum(axis=0), ctx)
-    return rows[jnp.argsort(order)].reshape(blocks.shape)
+    expert = (jnp.arange(blocks.shape[1])[None, :, None] >= ends[:, None, :]).sum(axis=-1).reshape(-1)
+    order = jnp.argsort(expert, stable=True)
+    move = Move(order, jnp.arange(order.size) < counts.sum(), jnp.argsort(order), expert < counts.shape[1])
+    rows = self._grouped(to_rows(1, blocks.reshape(order.size, -1), move), counts.sum(axis=0), ctx)
+    return from_rows(rows, move).reshape(blocks.shape)
 
   def _grouped(self, rows: jax.Array, sizes: jax.Array, ctx: StepContext) -> jax.Array:
     """Expert outputs of rows sorted by expert; rows past the sum of sizes come out as zero."""

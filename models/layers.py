@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from repack_jax.config.weights import Table, Weight
+from repack_jax.ops.products import matmul
 
 
 def parameter(weight: Weight, rngs: nnx.Rngs) -> nnx.Param:
@@ -38,7 +39,8 @@ class GatedMLP(nnx.Module):
     self.down = parameter(table['down'], rngs)
 
   def __call__(self, x: jax.Array) -> jax.Array:
-    return (jax.nn.silu(x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
+    hidden = jax.nn.silu(matmul(x, self.gate[...])) * matmul(x, self.up[...])
+    return matmul(hidden, self.down[...])
 
 
 def rotary(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:

@@ -28,7 +28,8 @@ from repack_jax.config.model import ModelConfig
 from repack_jax.kinds import LAYER_SCOPES
 from repack_jax.ops.attention import KEPT
 from repack_jax.ops.loss import token_losses
-from repack_jax.parallel.sharded import gather_parameters, save_all_but_gathered
+from repack_jax.ops.rows import Table, lookup
+from repack_jax.parallel.sharded import gather_parameters, gather_table, save_all_but_gathered
 from repack_jax.plan.arrays import PlanArrays
 from repack_jax.training.context import StepContext
 
@@ -40,9 +41,10 @@ class LossSums(NamedTuple):
 
   Attributes:
     cross_entropy: float32, over target tokens.
-    balance, router_z: float32, means over expert layers of the auxiliary losses' sums.
-    expert_counts: int32 [N, E], zero rows for dense layers.
-    dropped: int32, assignments that did not fit the experts' receive buffers.
+    balance, router_z: float32, over target tokens; means over expert layers of the auxiliary losses.
+    expert_counts: int32 [N, E], zero rows for dense layers. None can wrap: of the tokens of a batch, fewer
+      than 2 ** 31, each counts once at most.
+    dropped: float32, assignments that did not fit the experts' receive buffers; exact up to 2 ** 24.
   """
 
   cross_entropy: jax.Array
@@ -76,7 +78,7 @@ class Layer(nnx.Module):
       with jax.named_scope('feed_forward'):
         y = self.feed_forward_norm(x)
         if hasattr(self, 'experts'):
-          y, stats = self.experts(y, batch.segments >= 0, load, ctx)
+          y, stats = self.experts(y, batch, load, ctx)
         else:
           y, stats = self.dense(y), _no_experts(self.config)
         return x + y, stats
@@ -84,7 +86,7 @@ class Layer(nnx.Module):
 
 def _no_experts(config: ModelConfig) -> ExpertStats:
   zero = jnp.float32(0)
-  return ExpertStats(zero, zero, jnp.zeros(max(1, config.num_experts), jnp.int32), jnp.int32(0))
+  return ExpertStats(zero, zero, jnp.zeros(max(1, config.num_experts), jnp.int32), zero)
 
 
 @dataclass(frozen=True)
@@ -189,14 +191,15 @@ class Decoder:
 
   def next_carry(self, losses: LossSums) -> jax.Array:
     """Returns each expert's share of the step's assignments, float32 [N, E]."""
-    totals = losses.expert_counts.sum(axis=-1, keepdims=True)
-    return jnp.where(totals > 0, losses.expert_counts / jnp.maximum(totals, 1), self.init_carry())
+    counts = losses.expert_counts.astype(jnp.float32)  # integers would wrap at 2 ** 31 assignments
+    totals = counts.sum(axis=-1, keepdims=True)
+    return jnp.where(totals > 0, counts / jnp.maximum(totals, 1), self.init_carry())
 
   def zero_losses(self) -> LossSums:
     """Returns losses of nothing."""
     counts = jnp.zeros((self.config.num_layers, max(1, self.config.num_experts)), jnp.int32)
     zero = jnp.float32(0)
-    return LossSums(zero, zero, zero, counts, jnp.int32(0))
+    return LossSums(zero, zero, zero, counts, zero)
 
   def metrics(self, losses: LossSums, target_tokens: jax.Array) -> dict[str, jax.Array]:
     """Returns means over target tokens, the loss in nats, the auxiliary losses not weighted; and a count."""
@@ -224,23 +227,25 @@ class Decoder:
     """
     config, dtype = self.config, jnp.dtype(self.config.compute_dtype)
 
-    def whole(name: str) -> Tree:
-      return gather_parameters(params[name], placed[name], dtype)
+    def table(name: str) -> Table:
+      return gather_table(params[name], placed[name], dtype)
 
-    embedding = whole('embedding')
-    x = embedding[batch.tokens]
+    embedding = table('embedding')
+    x = lookup(embedding, batch.tokens)
     counts = []
-    balance, router_z, dropped = jnp.float32(0), jnp.float32(0), jnp.int32(0)
+    balance = router_z = dropped = jnp.float32(0)
     for stack, shards, of_stack in zip(stacks(config), params['stacks'], placed['stacks'], strict=True):
       x, stats = _run_stack(config, stack, shards, of_stack, carry[stack.first : stack.end], x, batch, ctx)
       counts.append(stats.counts)
       balance, router_z = balance + stats.balance.sum(), router_z + stats.router_z.sum()
       dropped = dropped + stats.dropped.sum()
 
-    norm = _with_weights(self._final_norm, whole('final_norm'))
-    table = embedding if config.tie_embeddings else whole('head')
+    norm = _with_weights(
+      self._final_norm, gather_parameters(params['final_norm'], placed['final_norm'], dtype)
+    )
+    head = embedding if config.tie_embeddings else table('head')
     with jax.named_scope('loss'):
-      cross_entropy = token_losses(config.loss_vocab_chunk, norm(x), table, batch.targets).sum()
+      cross_entropy = token_losses(config.loss_vocab_chunk, norm(x), head, batch.targets).sum()
     expert_layers = max(1, sum(config.has_experts(i) for i in range(config.num_layers)))
     balance, router_z = balance / expert_layers, router_z / expert_layers
     total = cross_entropy + config.balance_loss_weight * balance + config.router_z_loss_weight * router_z

@@ -32,6 +32,7 @@ _SOLO_WAYS = ('parents_solo', 'solve_solo')
 MODES = tuple(WAYS)
 STDLIB = 'stdlib'
 MOST_GROUP_TOKENS = 2**31 - 1  # slots of a group: positions in its stream are int32 on devices
+MOST_BATCH_TOKENS = 2**31 - 1  # an expert's share of them is counted in int32 there
 
 
 def _check_seed(config: DataConfig | SimulatorConfig | TrainConfig, bits: int) -> None:
@@ -80,6 +81,10 @@ class DataConfig:
     check_min(self, 0, 'group_long_documents')
     _check_seed(self, bits=128)
     require(self.source != '', 'DataConfig.source', self.source, "name a folder, a .jsonl file or 'stdlib'")
+    require(
+      self.batch_tokens <= MOST_BATCH_TOKENS, 'DataConfig.batch_tokens', self.batch_tokens,
+      f'must be at most {MOST_BATCH_TOKENS}, since tokens are counted in int32 on devices',
+    )  # fmt: skip
     require(
       self.batch_tokens >= self.max_document_tokens, 'DataConfig.batch_tokens', self.batch_tokens,
       f'must be at least max_document_tokens = {self.max_document_tokens}, or one sample exceeds a batch',

@@ -11,12 +11,15 @@ device.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from repack_jax.ops.products import einsum, matmul, precision_of
 
 _MOST_BLOCK_ROWS = 512
 _BLOCKS_A_GROUP = 4  # at an even split: a group's last block is half empty on average, so an eighth is lost
@@ -62,10 +65,13 @@ def grouped_matmul(implementation: str, x: jax.Array, weights: jax.Array, sizes:
   """
   inside = (jnp.arange(x.shape[0]) < sizes.sum())[:, None]
   if implementation == 'ragged_dot':
-    product = lax.ragged_dot if NATIVE_WEIGHT_GRADIENT else _ragged_dot
-    return jnp.where(inside, product(x, weights, sizes), 0)
+    if NATIVE_WEIGHT_GRADIENT:
+      product = lax.ragged_dot(x, weights, sizes, precision=precision_of(x))
+    else:
+      product = _ragged_dot(x, weights, sizes, precision_of(x))
+    return jnp.where(inside, product, 0)
   if weights.shape[0] == 1:  # an expert a rank: a plain product, of rows whose rest may hold anything
-    return jnp.where(inside, x, 0) @ weights[0]
+    return matmul(jnp.where(inside, x, 0), weights[0])
   return _by_blocks(x, weights, sizes)
 
 
@@ -107,7 +113,7 @@ def _rows_by_blocks(x: jax.Array, weights: jax.Array, sizes: jax.Array, spec: st
   def body(i, out):
     some = lax.dynamic_slice_in_dim(padded, layout.start[i], block)
     own = lax.dynamic_index_in_dim(weights, layout.group[i], keepdims=False)
-    product = jnp.einsum(spec, some, own, preferred_element_type=jnp.float32)
+    product = einsum(spec, some, own)
     return lax.dynamic_update_slice_in_dim(out, product.astype(out.dtype), layout.start[i], 0)
 
   out = lax.fori_loop(0, len(layout.start), body, jnp.zeros((rows + block, width), x.dtype))[:rows]
@@ -142,26 +148,28 @@ def _weight_gradient(x: jax.Array, grad: jax.Array, sizes: jax.Array) -> jax.Arr
     mine = (start + jnp.arange(block) < layout.end[i])[:, None]
     some = jnp.where(mine, lax.dynamic_slice_in_dim(padded, start, block), 0)
     grads = jnp.where(mine, lax.dynamic_slice_in_dim(padded_grad, start, block), 0)
-    product = jnp.einsum('ad,af->df', some, grads, preferred_element_type=jnp.float32)
+    product = einsum('ad,af->df', some, grads)
     return sums.at[group].add(product)
 
   start = jnp.zeros((sizes.shape[0], x.shape[1], grad.shape[1]), jnp.float32)
   return lax.fori_loop(0, len(layout.start), body, start)
 
 
-@jax.custom_vjp
-def _ragged_dot(x: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _ragged_dot(
+  x: jax.Array, weights: jax.Array, sizes: jax.Array, precision: lax.Precision | None
+) -> jax.Array:
   """`lax.ragged_dot` with the gradient of the weights by blocks."""
-  return lax.ragged_dot(x, weights, sizes)
+  return lax.ragged_dot(x, weights, sizes, precision=precision)
 
 
-def _ragged_dot_fwd(x, weights, sizes):
-  return _ragged_dot(x, weights, sizes), (x, weights, sizes)
+def _ragged_dot_fwd(x, weights, sizes, precision):
+  return _ragged_dot(x, weights, sizes, precision), (x, weights, sizes)
 
 
-def _ragged_dot_bwd(residuals, grad):
+def _ragged_dot_bwd(precision, residuals, grad):
   x, weights, sizes = residuals
-  _, pullback = jax.vjp(lambda x: lax.ragged_dot(x, weights, sizes), x)
+  _, pullback = jax.vjp(lambda x: lax.ragged_dot(x, weights, sizes, precision=precision), x)
   return *pullback(grad), _weight_gradient(x, grad, sizes).astype(weights.dtype), None
 
 

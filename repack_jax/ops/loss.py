@@ -11,16 +11,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from repack_jax.ops.products import einsum
+from repack_jax.ops.rows import Table
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def token_losses(chunk: int, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> jax.Array:
+def token_losses(chunk: int, hidden: jax.Array, table: Table, targets: jax.Array) -> jax.Array:
   """Returns the negative log-likelihood of each target in float32 [T]; 0 where the target is negative.
 
   Args:
     chunk: C, vocabulary entries whose logits exist at a time.
-    hidden: [T, d]. table: [V, d], one row a vocabulary entry. targets: int32 [T].
+    hidden: [T, d], of the table's dtype.
+    table: [V, d]. Its gradient is summed in float32.
+    targets: int32 [T].
   """
-  return _forward(chunk, hidden, table, targets)[0]
+  return _forward(chunk, hidden, table.rows, targets)[0]
 
 
 def _chunks(table: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
@@ -32,7 +37,7 @@ def _chunks(table: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _logits(hidden: jax.Array, rows: jax.Array, entries: jax.Array, vocab: int) -> jax.Array:
-  logits = jnp.einsum('td,cd->tc', hidden, rows, preferred_element_type=jnp.float32)
+  logits = einsum('td,cd->tc', hidden, rows)
   return jnp.where(entries < vocab, logits, -jnp.inf)
 
 
@@ -54,12 +59,13 @@ def _forward(chunk, hidden, table, targets):
 
 
 def _fwd(chunk, hidden, table, targets):
-  losses, lse = _forward(chunk, hidden, table, targets)
+  losses, lse = _forward(chunk, hidden, table.rows, targets)
   return losses, (hidden, table, targets, lse)
 
 
 def _bwd(chunk, residuals, grad):
-  hidden, table, targets, lse = residuals
+  hidden, whole, targets, lse = residuals
+  table = whole.rows
   grad = jnp.where(targets >= 0, grad, 0)
 
   def body(grad_hidden, xs):
@@ -67,14 +73,13 @@ def _bwd(chunk, residuals, grad):
     probabilities = jnp.exp(_logits(hidden, rows, entries, table.shape[0]) - lse[:, None])
     grad_logits = (probabilities - (targets[:, None] == entries)) * grad[:, None]
     grad_logits = grad_logits.astype(hidden.dtype)
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    grad_hidden += product('tc,cd->td', grad_logits, rows)
-    return grad_hidden, product('tc,td->cd', grad_logits, hidden)
+    grad_hidden += einsum('tc,cd->td', grad_logits, rows)
+    return grad_hidden, einsum('tc,td->cd', grad_logits, hidden)
 
   start = jnp.zeros(hidden.shape, jnp.float32)
   grad_hidden, grad_rows = lax.scan(body, start, _chunks(table, chunk))
   grad_table = grad_rows.reshape(-1, table.shape[1])[: table.shape[0]]
-  return grad_hidden.astype(hidden.dtype), grad_table.astype(table.dtype), None
+  return grad_hidden.astype(hidden.dtype), Table(jnp.zeros_like(table), grad_table), None
 
 
 token_losses.defvjp(_fwd, _bwd)

@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from repack_jax.config.weights import Weight
+from repack_jax.ops.rows import Table
 from repack_jax.parallel.mesh import ALL_AXES, NODE, parameter_spec
 
 Tree = Any
@@ -93,14 +94,37 @@ def _gather_fwd(shard, dimension, axes, dtype):
 
 
 def _gather_bwd(dimension, axes, dtype, _, grad):
+  return (_reduce_scatter(grad, dimension, axes),)
+
+
+def _reduce_scatter(grad: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
   """Gradients are summed over ranks in float32, whatever the compute dtype."""
   grad = grad.astype(jnp.float32)
   for axis in axes:
     grad = lax.psum_scatter(grad, axis, scatter_dimension=dimension, tiled=True)
-  return (grad,)
+  return grad
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_table(shard: jax.Array, where: Sharded, dtype: jnp.dtype) -> Table:
+  """Returns a whole vocabulary table from a rank's shard; its users' gradients are added up in float32."""
+  whole = gather_parameters(shard, where, dtype)
+  return Table(lax.stop_gradient(whole), jnp.zeros(whole.shape, jnp.float32))
+
+
+def _gather_table_fwd(shard, where, dtype):
+  return gather_table(shard, where, dtype), None
+
+
+def _gather_table_bwd(where, dtype, _, grad):
+  found = where.gathered()
+  return (_reduce_scatter(grad.gradient, *found) if found else grad.gradient,)
+
+
+gather_table.defvjp(_gather_table_fwd, _gather_table_bwd)
 
 
 def gather_parameters(shards: Tree, placed: Tree, dtype: jnp.dtype) -> Tree:

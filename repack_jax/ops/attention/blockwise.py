@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from repack_jax.kinds import LayerKind
+from repack_jax.ops.products import einsum
 
 # Tokens in a block. Of 64, 128, 256 and 512, on one core of an AMD EPYC (float32, D = 64 or 128): on one long
 # sample 128 and 256 are equal and best up to 16 heads; at 32 heads 64 is up to a fifth faster. On samples of
@@ -133,11 +134,6 @@ def _put(x: chex.Array, value: chex.Array, i: chex.Array) -> chex.Array:
   return jax.lax.dynamic_update_index_in_dim(x, value.astype(x.dtype), i, 0)
 
 
-def _dot(spec: str, a: chex.Array, b: chex.Array) -> chex.Array:
-  """Einsum that accumulates in float32, whatever it multiplies."""
-  return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32)
-
-
 def _mask(first_key: chex.Array, i: chex.Array, j: chex.Array, block: int, groups: int) -> chex.Array:
   """Which keys of block j the rows of query block i see: bool [g * B, B], from its first_key [B]."""
   lane = jnp.arange(block, dtype=jnp.int32)
@@ -170,12 +166,12 @@ def forward(
 
     def tile(j, state):
       acc, top, total = state
-      scores = _dot('kqd,ksd->kqs', q_i, _at(kb, j)) * scale
+      scores = einsum('kqd,ksd->kqs', q_i, _at(kb, j)) * scale
       scores = jnp.where(_mask(first_i, i, j, block, heads // kv_heads), scores, -jnp.inf)
       new_top = jnp.maximum(top, scores.max(-1))
       weights = jnp.exp(scores - new_top[..., None])
       keep = jnp.exp(top - new_top)
-      acc = acc * keep[..., None] + _dot('kqs,ksd->kqd', weights.astype(v.dtype), _at(vb, j))
+      acc = acc * keep[..., None] + einsum('kqs,ksd->kqd', weights.astype(v.dtype), _at(vb, j))
       return acc, new_top, total * keep + weights.sum(-1)
 
     start = (
@@ -228,13 +224,13 @@ def backward(
       dq, dk_j, dv_j = state
       q_i, dout_i = _at(qb, i), _at(doutb, i)
       mask = _mask(_at(first_key, i), i, j, block, heads // kv_heads).T
-      scores = _dot('ksd,kqd->ksq', k_j, q_i) * scale
+      scores = einsum('ksd,kqd->ksq', k_j, q_i) * scale
       weights = jnp.where(mask, jnp.exp(scores - _at(lseb, i)), 0)
-      dweights = _dot('ksd,kqd->ksq', v_j, dout_i)
+      dweights = einsum('ksd,kqd->ksq', v_j, dout_i)
       dscores = (weights * (dweights - _at(delta, i)) * scale).astype(q.dtype)
-      dv_j = dv_j + _dot('ksq,kqd->ksd', weights.astype(q.dtype), dout_i)
-      dk_j = dk_j + _dot('ksq,kqd->ksd', dscores, q_i)
-      return _put(dq, _at(dq, i) + _dot('kds,ksq->kdq', k_j_t, dscores), i), dk_j, dv_j
+      dv_j = dv_j + einsum('ksq,kqd->ksd', weights.astype(q.dtype), dout_i)
+      dk_j = dk_j + einsum('ksq,kqd->ksd', dscores, q_i)
+      return _put(dq, _at(dq, i) + einsum('kds,ksq->kdq', k_j_t, dscores), i), dk_j, dv_j
 
     dq, dk, dv = carry
     zero = jnp.zeros(k_j.shape, jnp.float32)
