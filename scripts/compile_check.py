@@ -25,6 +25,7 @@ from typing import Any
 from repack_jax.checks import ConfigError
 from repack_jax.commands import command_line
 from repack_jax.compile_check import hlo, topology
+from repack_jax.compile_check.collectives import collectives
 from repack_jax.compile_check.rules import (
   CORES,
   Check,
@@ -146,14 +147,14 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
   cluster, node = run.cluster, run.cluster.ranks_per_node
   sizes = parameter_sizes(shards, cluster.nodes, node)
   accumulate, update = (hlo.CompiledProgram(programs[name].as_text()) for name in ('accumulate', 'update'))
-  found = classify(accumulate.collectives(), sizes)
+  found = classify(collectives(accumulate), sizes)
   buffer_rows = receive_rows(step, plan)
   memory = step.memory_bytes(programs['accumulate'])
   if step.chosen.attention.name == 'cudnn':
     model = run.model
     heads = plan.capacity_tokens, model.num_heads, model.head_dim  # as many in a group of any degree
     memory['cudnn_workspace_bytes'] = cudnn.workspace_bytes(*heads)
-  in_update = classify(update.collectives(), sizes)
+  in_update = classify(collectives(update), sizes)
   checks = [
     *exchange_checks(found, run.model, plan),
     *byte_checks(found, run.model, plan, buffer_rows),
@@ -200,13 +201,13 @@ def print_table(title: str, rows: list[dict[str, Any]]) -> None:
   print(f'\n{title}')
   print(
     f'{"layer":<10}{"direction":<11}{"purpose":<23}{"collective":<20}{"times":>6}{"groups":>9}  {"span":<15}'
-    f'{"buffers":>11}  {"overlaps"}'
+    f'{"buffers":>11}  {"overlap"}'
   )
   for row in rows:
     print(
       f'{row["layer"]:<10}{row["direction"]:<11}{row["purpose"]:<23}{row["collective"]:<20}{row["times"]:>6}'
       f'{row["groups"]:>9}  {row["span"]:<15}{row["buffer_bytes"] / 1e6:>8,.1f} MB  '
-      f'{"may" if row["asynchronous"] else "no"}'
+      f'{row["overlap"]}'
     )
 
 

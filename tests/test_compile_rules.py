@@ -9,7 +9,7 @@ import pytest
 
 from repack_jax.checks import ConfigError
 from repack_jax.compile_check import hlo, rules, topology
-from repack_jax.compile_check.hlo import Collective
+from repack_jax.compile_check.collectives import Collective, Shadow, collectives
 from repack_jax.config import ClusterConfig, ModelConfig
 from repack_jax.parallel import xla_flags
 from repack_jax.parallel.mesh import neighbour_order
@@ -17,25 +17,68 @@ from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS
 from repack_jax.predict import flops
 from repack_jax.predict.cost_model import model_costs
 
-PROGRAM = (Path(__file__).parent / 'compiled_program.txt').read_text()
+PROGRAM, SCHEDULED = (
+  (Path(__file__).parent / f'{name}_program.txt').read_text() for name in ('compiled', 'scheduled')
+)
 
 
 def test_collectives_of_a_program_by_hand():
   program = hlo.CompiledProgram(PROGRAM)
   assert program.times['inner_body'] == 18 and program.times['wrapped'] == 1
   by_kind = {}
-  for one in program.collectives():
+  for one in collectives(program):
     by_kind.setdefault(one.kind, []).append(one)
   dispatch, lost = by_kind['ragged-all-to-all']
-  assert (dispatch.asynchronous, dispatch.times, dispatch.groups) == (True, 1, ((0, 1), (2, 3)))
+  assert (dispatch.overlap, dispatch.times, dispatch.groups) == ('idle', 1, ((0, 1), (2, 3)))
   assert dispatch.scope == 'jit(f)/parents_layer/attention/dispatch/ragged_all_to_all'
   # One that lost its name takes that of what uses it; its bf16 rows of 128 are padded to 512 bytes.
-  assert (lost.asynchronous, lost.times, lost.groups) == (False, 18, ((0, 2), (1, 3)))
+  assert (lost.overlap, lost.times, lost.groups) == ('no', 18, ((0, 2), (1, 3)))
   assert 'children_layer/attention/combine' in lost.scope and lost.results[0].row_bytes == (256, 512)
   (gather,) = by_kind['all-gather']
-  assert gather.asynchronous and gather.groups == ((0, 2), (1, 3))
+  # One convolution and one kernel run beside it.
+  assert gather.shadow == Shadow(2 * 64 * 256 * 512, 1) and gather.groups == ((0, 2), (1, 3))
   assert [(array.dtype, array.dims) for array in gather.results] == [('f32', (32, 4)), ('s32', (8,))]
   assert [one.results[0].dims for one in by_kind['all-reduce']] == [(4,)]
+
+
+def test_what_runs_beside_the_collectives_of_a_schedule():
+  """Of XLA for v5p, with parameter gathers a layer ahead on the SparseCores: what the schedule shows."""
+  found = [
+    (one.kind, 'while' in one.scope, len(one.groups[0]), one.times, one.overlap)
+    for one in collectives(hlo.CompiledProgram(SCHEDULED))
+  ]
+  assert sorted(found) == [
+    ('all-gather', False, 2, 1, 'idle'),
+    ('all-gather', False, 8, 1, 'idle'),
+    ('all-gather', True, 2, 5, 'idle'),  # nothing but an exchange is beside it
+    ('all-gather', True, 8, 5, 'hidden'),
+    ('all-to-all', True, 8, 5, 'no'),
+    ('reduce-scatter', False, 8, 1, 'idle'),
+  ]
+  with pytest.raises(ValueError, match='not scheduled'):
+    collectives(hlo.CompiledProgram(SCHEDULED.replace(', is_scheduled=true', '')))
+
+
+DONE = '%done = bf16[64,256]{1,0} async-done(%start)'
+DOT = '%dot = f32[64,512]{1,0} convolution(%arg, %w.2), dim_labels=bf_io->bf'
+UPDATE = '%step = ((bf16[64,256]), bf16[64,256], u32[]) async-update(%start)'
+SWITCH = '%switch = f32[64,512]{1,0} conditional(%arg), branch_computations={%inner_body, %wrapped}'
+
+
+@pytest.mark.parametrize('before,after,shadow', [
+  (DONE, DONE.replace('%start', '%other'), None),
+  ('calls=%wrapped', 'calls=%wrapped, backend_config={"is_sync":true}', None),
+  (DONE, f'{DOT}\n  {DONE}', Shadow(2 * 64 * 256 * 512, 0)),
+  (DONE, f'{DOT}\n  {UPDATE}\n  {DONE.replace("%start", "%step")}', Shadow(0, 0)),  # it begins at the update
+  (DONE, f'{SWITCH}\n  {DONE}', Shadow(2 * 2 * 64 * 256 * 512, 0)),
+], ids=['no end', 'synchronous', 'product', 'update', 'branches'])  # fmt: skip
+def test_starts_and_ends(before, after, shadow):
+  assert before in PROGRAM
+  dispatch, _ = (
+    one for one in collectives(hlo.CompiledProgram(PROGRAM.replace(before, after)))
+    if one.kind == 'ragged-all-to-all'
+  )  # fmt: skip
+  assert dispatch.shadow == shadow
 
 
 def test_matrix_products_of_a_program_by_hand():
@@ -85,7 +128,7 @@ def exchange(layout: str, direction: str, site: str, row: int = 128, **changes: 
   rows = ROWS[layout, site]
   array = hlo.arrays(f'f32[{rows},1,{row}]{{2,1,0:T(1,128)}}')[0]
   one = Collective(
-    'ragged-all-to-all', (array,), EVERY if layout == PARENTS else NODES, False,
+    'ragged-all-to-all', (array,), EVERY if layout == PARENTS else NODES, None,
     COSTS.layers_in(layout), f'{path}/while/{layout}_layer/attention/{site}/cond',
   )  # fmt: skip
   return dataclasses.replace(one, **changes)
@@ -98,7 +141,7 @@ GOOD = [
 
 
 def gathered(text: str, groups: tuple, scope: str = 'jit(f)/while') -> Collective:
-  return Collective('all-gather', tuple(hlo.arrays(text)), groups, False, 3, scope)
+  return Collective('all-gather', tuple(hlo.arrays(text)), groups, None, 3, scope)
 
 
 def failed(collectives: list[Collective]) -> set[str]:
@@ -116,9 +159,9 @@ STRAY, STAY = 'no other collective on activations', "exchanges in the children's
 
 def test_a_good_step_breaks_no_rule():
   parameters = gathered('(f32[64,64], f32[1024,8], f32[64,8])', EVERY)
-  sums = Collective('all-reduce', tuple(hlo.arrays('f32[77]')), EVERY, False, 1, 'jit(f)/psum')
+  sums = Collective('all-reduce', tuple(hlo.arrays('f32[77]')), EVERY, None, 1, 'jit(f)/psum')
   metadata = Collective(
-    'all-to-all', tuple(hlo.arrays('s64[4,8,4]')), EVERY, False, 9, 'jit(f)/parents_layer/attention'
+    'all-to-all', tuple(hlo.arrays('s64[4,8,4]')), EVERY, None, 9, 'jit(f)/parents_layer/attention'
   )
   assert failed([*GOOD, parameters, sums, metadata]) == set()
   rows = rules.table(rules.classify(GOOD, {1}), 8)
@@ -135,7 +178,7 @@ def test_a_good_step_breaks_no_rule():
   (lambda good: [exchange(CHILDREN, 'forward', 'dispatch', row=64), *good[:4], *good[5:]], {MOVED}),
   (lambda good: [*good, gathered('f32[3072,128]', EVERY)], {STRAY, MOVED, ACROSS}),
   (lambda good: [*good, gathered('(f32[64,64], f32[96,99])', EVERY)], {STRAY, MOVED, ACROSS}),
-  (lambda good: [*good, Collective('all-to-all', tuple(hlo.arrays('s32[16]')), EVERY, False, 1,
+  (lambda good: [*good, Collective('all-to-all', tuple(hlo.arrays('s32[16]')), EVERY, None, 1,
                                    'jit(f)/parents_layer/attention/all_to_all')],
    {'no exchange of offsets of our own'}),
 ], ids=['one lost', 'one repeated', 'all across nodes', 'padded rows', 'gathered', 'gathered in passing',

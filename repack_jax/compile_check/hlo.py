@@ -1,4 +1,4 @@
-"""Reads an optimized XLA program: its collectives and its matrix products, with how often each runs.
+"""Reads an optimized XLA program: its instructions and its matrix products, with how often each runs.
 
 The text of a compiled program (`compiled.as_text()`) is a list of computations, each a list of instructions;
 loops, branches and fusions call computations by name. A collective in the body of a loop of 18 layers is one
@@ -16,15 +16,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-COLLECTIVES = (
-  'ragged-all-to-all',
-  'all-to-all',
-  'all-gather',
-  'reduce-scatter',
-  'all-reduce',
-  'collective-permute',
-  'collective-broadcast',
-)
 _ITEM_BYTES = {'pred': 1, 's8': 1, 'u8': 1, 's16': 2, 'u16': 2, 'bf16': 2, 'f16': 2, 's32': 4, 'u32': 4,
                'f32': 4, 's64': 8, 'u64': 8, 'f64': 8, 'c64': 8}  # fmt: skip
 _INSTRUCTION = re.compile(r'^\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$')
@@ -84,26 +75,6 @@ class Instruction:
     return found.group(1) if found else ''
 
 
-@dataclass(frozen=True)
-class Collective:
-  """A collective of the program, all its executions together.
-
-  Attributes:
-    results: the arrays that it gives on a device.
-    groups: the devices that take part with each other, by their place in the mesh.
-    asynchronous: whether other work can run beside it.
-    times: how often it runs.
-    scope: as `CompiledProgram.scope` gives it.
-  """
-
-  kind: str
-  results: tuple[Array, ...]
-  groups: tuple[tuple[int, ...], ...]
-  asynchronous: bool
-  times: int
-  scope: str
-
-
 def arrays(text: str) -> list[Array]:
   """Returns all arrays of a type, a tuple's one after the other."""
   found = []
@@ -131,10 +102,17 @@ def _laid_out(dims: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 
 class CompiledProgram:
-  """The instructions of a compiled program, by computation, and how often each computation runs."""
+  """The instructions of a compiled program, by computation, and how often each computation runs.
+
+  Attributes:
+    computations: instructions by name, in the order of the text, by the name of their computation.
+    is_scheduled: whether that is the order in which they begin.
+    times: how often each computation runs.
+  """
 
   def __init__(self, text: str):
     self.computations: dict[str, dict[str, Instruction]] = {}
+    self.is_scheduled = 'is_scheduled=true' in text.partition('\n')[0]
     self._entry = ''
     current: dict[str, Instruction] = {}
     for line in text.splitlines():
@@ -148,7 +126,8 @@ class CompiledProgram:
           self._entry = found.group(1)
     self.times = self._times()
 
-  def _calls(self, instruction: Instruction) -> Iterator[str]:
+  def calls(self, instruction: Instruction) -> Iterator[str]:
+    """Yields the computations that an instruction runs, but for the condition of a loop."""
     yield from _CALLED.findall(instruction.attributes)
     for names in _CALLED_LISTS.findall(instruction.attributes):
       yield from (name.strip().lstrip('%') for name in names.split(','))
@@ -159,7 +138,7 @@ class CompiledProgram:
     for name, instructions in self.computations.items():
       for instruction in instructions.values():
         trips = self.trips(instruction) if instruction.opcode == 'while' else 1
-        for called in self._calls(instruction):
+        for called in self.calls(instruction):
           callers[called].append((name, trips))
     times: Counter[str] = Counter({self._entry: 1})
 
@@ -181,7 +160,7 @@ class CompiledProgram:
     if found := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.attributes):
       return int(found.group(1))
     found = re.search(r'condition=%?([\w.\-]+)', loop.attributes)
-    names = self._reached(found.groups() if found else ())
+    names = self.reached(found.groups() if found else ())
     condition = [one for name in names for one in self.computations.get(name, {}).values()]
     bounds = [
       int(one.operands[0]) for one in condition
@@ -192,14 +171,14 @@ class CompiledProgram:
       return bounds[0]
     return 1
 
-  def _reached(self, names: Iterable[str]) -> set[str]:
-    """These computations, and all that they call, whatever by."""
+  def reached(self, names: Iterable[str]) -> set[str]:
+    """Returns these computations, and all that they call, whatever by."""
     front, reached = list(names), set[str]()
     while front:
       name = front.pop()
       if name not in reached:
         reached.add(name)
-        front += [called for one in self.computations.get(name, {}).values() for called in self._calls(one)]
+        front += [called for one in self.computations.get(name, {}).values() for called in self.calls(one)]
     return reached
 
   def scope(self, computation: str, instruction: Instruction) -> str:
@@ -230,36 +209,6 @@ class CompiledProgram:
   def _users_of(siblings: dict[str, Instruction], one: Instruction) -> Iterator[Instruction]:
     yield from (other for other in siblings.values() if one.name in other.operands)
 
-  def collectives(self) -> list[Collective]:
-    """Returns the program's collectives, in its order."""
-    wrapped = self._reached(
-      called
-      for instructions in self.computations.values()
-      for instruction in instructions.values()
-      if instruction.opcode == 'async-start'
-      for called in self._calls(instruction)
-    )
-    found = []
-    for name, instructions in self.computations.items():
-      for instruction in instructions.values():
-        kind = instruction.opcode.removesuffix('-start')
-        if kind not in COLLECTIVES or not self.times[name]:
-          continue
-        started = instruction.opcode != kind
-        # A start's result is what it reads, then what it gives, and at times flags.
-        result = _last_element(instruction.result, kind) if started else instruction.result
-        found.append(
-          Collective(
-            kind=kind,
-            results=tuple(arrays(result)),
-            groups=replica_groups(instruction.attributes),
-            asynchronous=(started or name in wrapped) and '"is_sync":true' not in instruction.attributes,
-            times=self.times[name],
-            scope=self.scope(name, instruction),
-          )
-        )
-    return found
-
   def matmul_flops(self, skipped: str) -> int:
     """Returns operations of all matrix products but those whose scope matches `skipped`, a regex.
 
@@ -269,7 +218,7 @@ class CompiledProgram:
     total = 0
     for name, instructions in self.computations.items():
       for instruction in instructions.values():
-        product = _product_flops(instruction, instructions)
+        product = product_flops(instruction, instructions)
         if product and not re.search(skipped, self.scope(name, instruction)):
           total += self.times[name] * product
     return total
@@ -286,20 +235,6 @@ def _split_operands(rest: str) -> tuple[tuple[str, ...], str]:
       break
   inside, behind = re.sub(r'/\*.*?\*/', '', rest[:end]), rest[end + 1 :]
   return tuple(part.strip().split(' ')[-1].lstrip('%') for part in inside.split(',')), behind
-
-
-def _last_element(result: str, kind: str) -> str:
-  """What a `-start` gives, from the type of its result."""
-  parts, depth = [''], 0
-  for letter in result.strip()[1:-1]:
-    depth += (letter in '([{') - (letter in ')]}')
-    if letter == ',' and depth == 0:
-      parts.append('')
-    else:
-      parts[-1] += letter
-  if kind == 'all-reduce' or len(parts) == 1:
-    return result
-  return parts[1]
 
 
 def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
@@ -320,8 +255,12 @@ def replica_groups(attributes: str) -> tuple[tuple[int, ...], ...]:
   return ()
 
 
-def _product_flops(instruction: Instruction, siblings: dict[str, Instruction]) -> int:
-  """The operations of one matrix product; 0 where it is none."""
+def product_flops(instruction: Instruction, siblings: dict[str, Instruction]) -> int:
+  """Returns the operations of one matrix product; 0 where it is none.
+
+  Args:
+    siblings: the instructions of its computation, by name.
+  """
   operands = [arrays(siblings[name].result) for name in instruction.operands if name in siblings]
   inputs = [found[0] for found in operands if len(found) == 1]
   results = arrays(instruction.result)

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from repack_jax.compile_check.hlo import Array, Collective
+from repack_jax.compile_check.collectives import Collective
+from repack_jax.compile_check.hlo import Array
 from repack_jax.config.model import ModelConfig
 from repack_jax.exchange import reference
 from repack_jax.kinds import LAYER_SCOPES
@@ -107,7 +108,7 @@ def table(found: Sequence[Found], ranks_per_node: int) -> list[dict[str, object]
     across = spans_nodes(groups, ranks_per_node)
     size = len(groups[0]) if groups else 0
     key = (one.layout, one.direction, one.purpose, one.collective.kind, len(groups), size, across,
-           one.collective.asynchronous)  # fmt: skip
+           one.collective.overlap)  # fmt: skip
     row = rows.setdefault(
       key,
       {
@@ -119,7 +120,7 @@ def table(found: Sequence[Found], ranks_per_node: int) -> list[dict[str, object]
         'groups': f'{len(groups)} x {size}',
         'span': 'across nodes' if across else 'inside a node',
         'buffer_bytes': 0,
-        'asynchronous': one.collective.asynchronous,
+        'overlap': one.collective.overlap,
       },
     )
     row['times'] += one.collective.times  # type: ignore[operator]
