@@ -17,9 +17,8 @@ from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS
 from repack_jax.predict import flops
 from repack_jax.predict.cost_model import model_costs
 
-PROGRAM, SCHEDULED = (
-  (Path(__file__).parent / f'{name}_program.txt').read_text() for name in ('compiled', 'scheduled')
-)
+SCHEDULES = Path(__file__).parent / 'schedules'
+PROGRAM = (SCHEDULES / 'by_hand.txt').read_text()
 
 
 def test_collectives_of_a_program_by_hand():
@@ -41,22 +40,35 @@ def test_collectives_of_a_program_by_hand():
   assert [one.results[0].dims for one in by_kind['all-reduce']] == [(4,)]
 
 
-def test_what_runs_beside_the_collectives_of_a_schedule():
-  """Of XLA for v5p, with parameter gathers a layer ahead on the SparseCores: what the schedule shows."""
-  found = [
+@pytest.mark.parametrize('name', ['sparse_cores', 'updates', 'fusions'])
+def test_what_runs_beside_the_collectives_of_a_schedule(name):
+  """Of XLA for TPUs: gathers of a loop's next weights, inside nodes and between them, beside a product; an
+  exchange that waits for it; and around the loop the first gathers, a product and a reduce-scatter.
+
+  On v5p's SparseCores, on TPU7x where an update is the real start, and on v5p in fusions with the product,
+  which takes the gather inside nodes alone.
+  """
+  program = hlo.CompiledProgram((SCHEDULES / f'{name}.txt').read_text())
+  found = sorted(
     (one.kind, 'while' in one.scope, len(one.groups[0]), one.times, one.overlap)
-    for one in collectives(hlo.CompiledProgram(SCHEDULED))
-  ]
-  assert sorted(found) == [
-    ('all-gather', False, 2, 1, 'idle'),
-    ('all-gather', False, 8, 1, 'idle'),
-    ('all-gather', True, 2, 5, 'idle'),  # nothing but an exchange is beside it
+    for one in collectives(program)
+  )
+  alone = 'no' if name == 'fusions' else 'idle'
+  assert found == [
+    ('all-gather', False, 2, 1, alone),
+    ('all-gather', False, 8, 1, alone),
+    ('all-gather', True, 2, 5, alone),  # nothing but the exchange is beside it
     ('all-gather', True, 8, 5, 'hidden'),
     ('all-to-all', True, 8, 5, 'no'),
-    ('reduce-scatter', False, 8, 1, 'idle'),
+    ('reduce-scatter', False, 8, 1, alone),
   ]
+  (hidden,) = (one.shadow for one in collectives(program) if one.overlap == 'hidden')
+  assert hidden == Shadow(2 * 2048 * 1024 * 1024, 0)
+
+
+def test_a_program_without_a_schedule():
   with pytest.raises(ValueError, match='not scheduled'):
-    collectives(hlo.CompiledProgram(SCHEDULED.replace(', is_scheduled=true', '')))
+    collectives(hlo.CompiledProgram(PROGRAM.replace(', is_scheduled=true', '')))
 
 
 DONE = '%done = bf16[64,256]{1,0} async-done(%start)'

@@ -32,7 +32,8 @@ COLLECTIVES = (
 )
 # Starts, updates and ends of what runs in a computation of its own, on another thread of the device.
 _STARTS, _UPDATES = ('async-start', 'call-start'), ('async-update', 'call-update')
-# XLA:TPU's fusions of a collective with what starts it and with what ends it. Both hold the collective.
+# XLA:TPU's fusions of a collective with what starts it, with computation beside it, and with what ends it.
+# Each holds the collective.
 _FUSED_START, _FUSED_DONE = 'async-collective-start', 'async-collective-done'
 _KERNEL = re.compile(
   r'custom_call_target="(tpu_custom_call|mosaic|__cudnn|cudnn|triton|__gpu\$xla\.gpu\.triton)'
@@ -89,10 +90,10 @@ def collectives(program: CompiledProgram) -> list[Collective]:
   """
   if not program.is_scheduled:
     raise ValueError('this program is not scheduled: take the text of a compiled one')
-  starts, ends = _wrapped(program)
+  starts, rest = _wrapped(program)
   found = []
   for name, instructions in program.computations.items():
-    if name in ends or not program.times[name]:
+    if name in rest or not program.times[name]:
       continue
     for instruction in instructions.values():
       kind = instruction.opcode.removesuffix('-start')
@@ -118,16 +119,27 @@ def collectives(program: CompiledProgram) -> list[Collective]:
 
 
 def _wrapped(program: CompiledProgram) -> tuple[dict[str, tuple[str, Instruction]], set[str]]:
-  """Of computations that start a collective: where and by what they are called; and those that end one."""
+  """Of computations that start a collective, where and by what they are called; those that go on with one."""
   starts: dict[str, tuple[str, Instruction]] = {}
-  ends: set[str] = set()
+  fused: set[str] = set()
   for name, instructions in program.computations.items():
     for instruction in instructions.values():
+      called = program.reached(program.calls(instruction))
       if instruction.opcode in _STARTS or _is_fused(instruction, _FUSED_START):
-        starts |= dict.fromkeys(program.reached(program.calls(instruction)), (name, instruction))
-      elif _is_fused(instruction, _FUSED_DONE):
-        ends |= program.reached(program.calls(instruction))
-  return starts, ends
+        starts |= dict.fromkeys(called, (name, instruction))
+      elif instruction.opcode == 'fusion':
+        fused |= called
+  channels = {channel for name in starts for channel in _channels(program, name)}
+  rest = {name for name in fused if name not in starts and channels.intersection(_channels(program, name))}
+  return starts, rest
+
+
+def _channels(program: CompiledProgram, computation: str) -> set[str]:
+  """The channels of the collectives in a computation; fusions that have parts of one name the same."""
+  return {
+    channel for one in program.computations[computation].values()
+    if one.opcode in COLLECTIVES for channel in re.findall(r'channel_id=(\d+)', one.attributes)
+  }  # fmt: skip
 
 
 def _is_fused(instruction: Instruction, kind: str) -> bool:
@@ -149,8 +161,9 @@ def _shadow(program: CompiledProgram, computation: str, start: Instruction) -> S
       between.clear()
     elif instruction.opcode.endswith('-done') or _is_fused(instruction, _FUSED_DONE):
       return _work(program, between, siblings)
-    elif instruction.opcode == 'get-tuple-element':  # of a start that gives several things
+    elif instruction.opcode in ('get-tuple-element', 'fusion'):  # a part of what is under way, or beside it
       under_way.add(name)
+      between.append(instruction)
   return None
 
 
