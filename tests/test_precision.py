@@ -22,7 +22,8 @@ from model_runs import (
   widest_program,
 )
 
-from repack_jax.config import MODES
+from repack_jax.checks import ConfigError
+from repack_jax.config import MODES, DataConfig
 from repack_jax.data.samples import Sample
 from repack_jax.kinds import SlidingWindowAttention
 from repack_jax.ops.grouped import grouped_matmul
@@ -174,6 +175,8 @@ def test_more_assignments_than_an_int32_holds():
   carry = np.asarray(model.next_carry(losses._replace(expert_counts=counts)))
   np.testing.assert_allclose(carry.sum(axis=1), 1, rtol=1e-6)
   np.testing.assert_allclose(carry[:, 0], 2 / 9, rtol=1e-6)
+  with pytest.raises(ConfigError, match='batch_tokens = 2147483648: must be at most 2147483647'):
+    DataConfig(batch_tokens=2**31)
 
 
 def test_auxiliary_losses_count_the_tokens_that_the_loss_counts():
