@@ -1,13 +1,18 @@
 """32 emulated CPU devices for the whole suite, fixed before JAX starts; too few is an error, never a skip."""
 
 import gc
+import json
 import os
 import pathlib
+import shlex
+import subprocess
+import sys
 
 from jaxlib.version import __version_info__ as JAXLIB
 
 NUM_DEVICES = 32
 MOST_MEMORY_MAPS = 25_000
+TPU_CHECK = 'scripts/compile_check.py --config configs/tiny_cpu.gin --topology v5p:2x2x4'
 
 os.environ['JAX_PLATFORMS'] = 'cpu'
 # The suite compiles far more than it runs, so XLA's backend optimizes little here. Its older way to emit
@@ -40,3 +45,15 @@ def _drop_compiled_programs():
   if maps.exists() and maps.read_bytes().count(b'\n') > MOST_MEMORY_MAPS:
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope='session')
+def tpu_check(tmp_path_factory):
+  """What `TPU_CHECK` prints, and its results: run once, since it compiles for minutes."""
+  report = tmp_path_factory.mktemp('tpu') / 'report.json'
+  process = subprocess.run(
+    [sys.executable, *shlex.split(TPU_CHECK), '--json', str(report)],
+    cwd=ROOT, env=os.environ | {'PYTHONPATH': str(ROOT)}, capture_output=True, text=True, timeout=1200,
+  )  # fmt: skip
+  assert process.returncode == 0, process.stdout + process.stderr
+  return process.stdout, json.loads(report.read_text())

@@ -1,6 +1,5 @@
 """The training step compiled for machines that are not there, by the command, as a user runs it."""
 
-import json
 import platform
 import subprocess
 import sys
@@ -21,14 +20,11 @@ def checked(*args: str) -> subprocess.CompletedProcess:
 @pytest.mark.skipif(
   (sys.platform, platform.machine()) != ('linux', 'x86_64'), reason='libtpu is made for Linux on x86 alone'
 )
-def test_tiny_step_for_a_tpu(tmp_path):
+def test_tiny_step_for_a_tpu(tpu_check):
   """Wide parents with local children, experts spread over nodes, the Pallas kernels: all rules hold."""
-  report = tmp_path / 'report.json'
-  process = checked('--config', TINY, '--topology', 'v5p:2x2x4', '--json', str(report))
-  assert process.returncode == 0, process.stdout + process.stderr
-  assert 'parents_span=16, children_span=8' in process.stdout
-  assert 'attention: pallas_tpu (chosen by auto, on tpu)' in process.stdout
-  found = json.loads(report.read_text())
+  printed, found = tpu_check
+  assert 'parents_span=16, children_span=8' in printed
+  assert 'attention: pallas_tpu (chosen by auto, on tpu)' in printed
   assert len(found['checks']) == 10 and all(check['passed'] for check in found['checks'])
   times = {}
   for row in found['rows']:

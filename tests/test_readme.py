@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from conftest import TPU_CHECK
 
 from repack_jax.config.gin_files import load
 from repack_jax.data.batches import Batcher
@@ -107,10 +108,12 @@ def test_every_output_and_picture_says_what_it_is_of():
     if o.command.startswith(('repack-', 'scripts/', 'train.py'))
   ],
 )
-def test_outputs_of_commands(output):
+def test_outputs_of_commands(output, request):
   mistake = output.lines[-1].startswith('error: ')
   if output.command.startswith('repack-'):
     check(output.lines, printed(output.command))
+  elif output.command == TPU_CHECK:
+    check(output.lines, [line.rstrip() for line in request.getfixturevalue('tpu_check')[0].splitlines()])
   else:
     check(
       [line for line in output.lines if not line.startswith('$ ')], of_script(output.command, 2 * mistake)
