@@ -92,28 +92,52 @@ def spread(items: Items, bins: int, room_tokens: int) -> list[np.ndarray] | None
   mean_s = max(float(items.load_s.sum()), 1e-300) / bins
   for slack in _SLACKS:
     most = mean_tokens + slack * (room_tokens - mean_tokens)
-    bin_of = _fill_bins(tokens, items.load_s, bins, most, mean_tokens, mean_s)
+    bin_of = _fill_bins(tokens, items.load_s, np.zeros(bins), np.zeros(bins), most, mean_tokens, mean_s)
     if len(bin_of):
       order = np.argsort(bin_of, kind='stable')
       return np.split(order, np.cumsum(np.bincount(bin_of, minlength=bins))[:-1])
   return None
 
 
+def fill_up(
+  items: Items, held_tokens: np.ndarray, busy_s: np.ndarray, bin_tokens: float
+) -> np.ndarray | None:
+  """Returns the bin of each sample, int64 [samples], where each goes to the one with the least load.
+
+  None where one finds no room.
+
+  Args:
+    held_tokens, busy_s: float64 [bins], what the bins hold already.
+    bin_tokens: what a bin holds.
+  """
+  bin_of = _fill_bins(
+    items.tokens.astype(np.float64), items.load_s, held_tokens, busy_s, bin_tokens, np.inf, 1.0
+  )
+  return bin_of if len(bin_of) else None
+
+
 @compiled
 def _fill_bins(
-  tokens: np.ndarray, load_s: np.ndarray, bins: int, bin_tokens: float, mean_tokens: float, mean_load_s: float
+  tokens: np.ndarray,
+  load_s: np.ndarray,
+  held_tokens: np.ndarray,
+  busy_s: np.ndarray,
+  bin_tokens: float,
+  mean_tokens: float,
+  mean_load_s: float,
 ) -> np.ndarray:
   """Puts samples, in their order, in the bin with the least: the worse of tokens and load over their means.
 
   Args:
     tokens, load_s: float64 [samples], longest first.
+    held_tokens, busy_s: float64 [bins], what the bins hold already.
     bin_tokens: what a bin holds.
     mean_tokens, mean_load_s: of a bin.
 
   Returns the bin of each sample, int64 [samples]; [0] where a sample finds no room.
   """
-  bin_of = np.zeros(len(tokens), np.int64)
-  held, load = np.zeros(bins), np.zeros(bins)
+  bin_of, bins = np.zeros(len(tokens), np.int64), len(held_tokens)
+  held, load = held_tokens.copy(), busy_s.copy()
   for s in range(len(tokens)):
     best, best_score = -1, np.inf
     for b in range(bins):

@@ -15,7 +15,7 @@ from repack_jax.plan.plan import CHILDREN, PARENTS, Group
 from repack_jax.predict.costs import Costs
 from repack_jax.solver.improve import improve
 from repack_jax.solver.judge import most_tokens
-from repack_jax.solver.layout import lay_out
+from repack_jax.solver.layout import lay_out, lay_out_solo
 from repack_jax.solver.problem import Degrees, Groups, Layout, Problem, empty_groups
 from repack_jax.solver.search import FEW_SAMPLES, Options, search
 
@@ -128,6 +128,7 @@ class Domain:
   ):
     self.samples, self._row_tokens, self._static_degree = samples, row_tokens, static_degree
     self._first_rank, self._widest = first_rank, costs.degrees(config)[-1]
+    self._lengths, self._costs = lengths, costs
     self._problem = _problem(lengths[samples], config.capacity_tokens, costs)
     # Small bundles and large ones by capacity, where no parents are given: ways share them.
     self._bundles: dict[float, tuple[_Bundled, _Bundled]] = {}
@@ -153,6 +154,28 @@ class Domain:
         found[way] = self._with_solo(repack=True)
     layouts: dict[bytes, Layouts] = {}  # ways that found the same share one
     return {way: self._layouts(of, layouts) for way, of in found.items() if of}
+
+  def with_solo(self, layouts: Layouts, solo: np.ndarray) -> Layouts | None:
+    """Returns a layout's groups with other solo samples; None where these find no room.
+
+    Args:
+      solo: int64 [n], their numbers in the micro-batch.
+    """
+    shared = layouts.samples[layouts.layout.solo.of < 0]
+    samples = np.sort(np.concatenate([shared, solo]))
+    place = np.searchsorted(samples, shared)
+    capacity = int(self._problem.capacity) - (self._row_tokens - 1)  # as in `_with_solo`
+    problem = _problem(self._lengths[samples], capacity, self._costs)
+    degree = np.zeros(len(samples), np.int64)
+    degree[place] = 1
+    parents, children = (
+      _renumbered(groups, layouts.layout.solo.of < 0, place, len(samples)) for groups in layouts.layout[:2]
+    )
+    seconds, layout = lay_out_solo(problem, degree, parents, children)
+    if seconds == np.inf:
+      return None
+    seconds = improve(problem, False, _FEW_LAYOUTS, layout)
+    return Layouts(samples, layout, self._first_rank, seconds, most_tokens(layout), layouts.wide_children)
 
   def _static(self) -> _Found | None:
     degrees = np.full(len(self.samples), self._static_degree)
@@ -213,6 +236,14 @@ class Domain:
       wide = bool(children.size[: children.number[0]].max() > self._problem.node_ranks)
       known[key] = Layouts(self.samples, layout, self._first_rank, found.seconds, most_tokens(layout), wide)
     return known[key]
+
+
+def _renumbered(groups: Groups, chosen: np.ndarray, place: np.ndarray, samples: int) -> Groups:
+  """The groups of some samples where these have other numbers, `place`, among so many."""
+  of = np.full(samples, -1, np.int64)
+  of[place] = groups.of[chosen]
+  first, size, tokens, work_s, _, number = (part.copy() for part in groups)
+  return Groups(first, size, tokens, work_s, of, number)
 
 
 def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:

@@ -60,9 +60,7 @@ def _lay_out_inside(
 ) -> tuple[float, Layout]:
   """Returns as `lay_out`, with those parents wide in the children's layout that have `wide` set."""
   children = _make_children(problem, parents, degrees.children, wide)
-  fits, solo = _place_solo(problem, degrees.parents, parents, children)
-  layout = Layout(parents, children, solo)
-  return (judge(problem, layout).seconds if fits else np.inf), layout
+  return lay_out_solo(problem, degrees.parents, parents, children)
 
 
 # --- groups ---------------------------------------------------------------------------------------------
@@ -213,6 +211,16 @@ def _append_narrow(
 
 
 # --- solo samples ---------------------------------------------------------------------------------------
+
+
+@compiled
+def lay_out_solo(
+  problem: Problem, degree: np.ndarray, parents: Groups, children: Groups
+) -> tuple[float, Layout]:
+  """Returns as `lay_out`, with these groups, and solo what has degree 0."""
+  fits, solo = _place_solo(problem, degree, parents, children)
+  layout = Layout(parents, children, solo)
+  return (judge(problem, layout).seconds if fits else np.inf), layout
 
 
 @compiled

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,15 +16,19 @@ from repack_jax.config.run import WAYS, PlannerConfig
 from repack_jax.plan.plan import PARENTS, Plan, PlanError
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import Simulated, simulate
-from repack_jax.solver.bins import Items, equal_numbers, micro_batches, spread
+from repack_jax.solver.bins import Items, equal_numbers, fill_up, micro_batches, spread
 from repack_jax.solver.bounds import lower_bound_s
 from repack_jax.solver.domain import Domain, Layouts
+
+T = TypeVar('T')
 
 BASELINE = 'parents'  # the mode that is the same system with repacking disabled
 # More micro-batches than the capacity asks for are tried where there are at most so many samples a rank.
 _FEW_A_RANK = 2
 # The ways of every mode that a config can ask for, so that none misses a mixture that another one finds.
 _ALL_WAYS = (*WAYS.values(), PlannerConfig(solo=False).ways())
+# Tokens of a domain over the mean, at most, where solo samples even out seconds.
+_UNEVEN = (1.02, 1.04)
 # Above so many micro-batches, the first way to make them in which all fits is taken.
 _MANY_MICRO_BATCHES = 16
 
@@ -260,15 +265,22 @@ class _Batch:
     numbers, lengths = tuple(range(len(items.tokens))), tuple(items.tokens.tolist())
     played: dict[tuple[Layouts, ...], _Candidate] = {}
 
+    @functools.cache
+    def spread_again(layouts: tuple[Layouts, ...]) -> list[tuple[Layouts, ...]]:
+      return list(self._spread_again(items, domains, layouts))
+
     def candidates(allowed: Sequence[str]) -> Iterator[_Candidate]:
-      """Yields what fits of these ways: for several domains, the best mixture of them and of fewer ways."""
+      """Yields what fits of these ways: for several domains, the best mixture of them and of fewer ways.
+
+      Mixtures with solo samples come a second time, with these spread again.
+      """
       choices: list[tuple[str, ...]] = [(way,) for way in allowed if way in found[0]]
       if len(found) > 1:
         fewer = [of for of in _ALL_WAYS if set(of) <= set(allowed)]
         mixed = (self._mixed(kept, of) for of in dict.fromkeys(fewer) for kept in (found, in_nodes))
         choices = list(dict.fromkeys(choice for choice in mixed if choice))
-      for choice in choices:
-        layouts = tuple(of[way] for of, way in zip(found, choice, strict=True))
+      tried = [tuple(of[way] for of, way in zip(found, choice, strict=True)) for choice in choices]
+      for layouts in (*tried, *chain.from_iterable(map(spread_again, tried))):
         if layouts not in played:
           plan = self._built(numbers, lengths, layouts)
           step = simulate(self.costs, [plan])
@@ -278,6 +290,35 @@ class _Batch:
     return {
       name: min(candidates(of), key=lambda item: item.seconds, default=None) for name, of in ways.items()
     }
+
+  def _spread_again(
+    self, items: Items, domains: Sequence[Domain], layouts: Sequence[Layouts]
+  ) -> Iterator[tuple[Layouts, ...]]:
+    """Yields the layouts with their solo samples spread over the domains by what these take besides.
+
+    That is known only once all are laid out: waiting is no sample's own. All domains work on as many slots
+    as the fullest rank needs, so tokens may become as uneven as `_UNEVEN` says and no more. Nothing where
+    there is one domain, or one without solo samples.
+    """
+    solo = [of.samples[of.layout.solo.of >= 0] for of in layouts]
+    if len(domains) == 1 or not all(map(len, solo)):
+      return
+    ranks, slot_s = self.cluster.domain_ranks, self.costs.slot_s
+    beside = list(zip(layouts, solo, strict=True))
+    held = [float(items.tokens[of.samples].sum() - items.tokens[own].sum()) for of, own in beside]
+    busy_s = [ranks * (of.judged_s - slot_s * of.most_tokens) - items.load_s[own].sum() for of, own in beside]
+    pool = np.sort(np.concatenate(solo))
+    for uneven in _UNEVEN:
+      most = min(uneven * items.tokens.sum() / len(domains), self._room(ranks))
+      bin_of = fill_up(items.of(pool), np.array(held), np.array(busy_s), most)
+      if bin_of is None:
+        continue
+      parts = [
+        (domain, of, pool[bin_of == b]) for b, (domain, of) in enumerate(zip(domains, layouts, strict=True))
+      ]
+      again = _in_threads(lambda part: part[0].with_solo(part[1], part[2]), parts)
+      if all(again):
+        yield tuple(again)
 
   def _mixed(self, found: Sequence[dict[str, Layouts]], ways: Sequence[str]) -> tuple[str, ...] | None:
     """The way of each domain that makes the slowest of them fastest; None where one fits in no way.
@@ -321,9 +362,7 @@ class _Batch:
     return plan.with_slots(self.config.capacity_step_tokens)
 
 
-def _in_threads(
-  function: Callable[[Domain], dict[str, Layouts]], domains: Sequence[Domain]
-) -> list[dict[str, Layouts]]:
+def _in_threads(function: Callable[[Any], T], domains: Sequence[Any]) -> list[T]:
   """Returns what the function gives for each domain; on all cores, since compiled code lets others run."""
   cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
   if min(cores, len(domains)) == 1:
