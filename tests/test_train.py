@@ -237,7 +237,14 @@ def test_killed_run_goes_on_from_its_last_whole_checkpoint(runs, straight):
   shutil.rmtree(shutil.copytree(whole, whole.with_name('12')) / 'data')
   whole.with_name('14').mkdir()
   resumed = runs.run('killed', often)
-  assert 'after step 6' in resumed.err and resumed.err.count('incomplete checkpoint') == 3
+  assert 'after step 6' in resumed.err
+  # Step 2's too, where the kill came while it was being deleted.
+  aside = {
+    line.split(':')[0].rsplit('/', 1)[1]
+    for line in resumed.err.splitlines()
+    if 'incomplete checkpoint' in line
+  }
+  assert aside - {'2'} == {'10', '12', '14'}
   assert_goes_on(runs, 'killed')
   assert {'14', '15'} <= runs.checkpoints('killed')
 
