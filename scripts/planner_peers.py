@@ -9,9 +9,7 @@ OR-tools.
 from __future__ import annotations
 
 import dataclasses
-import multiprocessing
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -27,7 +25,6 @@ Members = tuple[int, list[int]]  # a group's size and its samples
 LayOut = Callable[[np.ndarray], list[Members] | None]  # groups of at most a domain's ranks; None: no room
 
 _BUCKETS = 16
-_OVERRUN = 3  # times the limit of a MILP after which its process is ended
 
 
 def longest_first_greedy(
@@ -84,8 +81,7 @@ def flexsp_milp(
   def lay_out(samples: np.ndarray) -> list[Members] | None:
     of_batch = np.asarray(lengths)
     bucket_of, longest = _buckets(of_batch[samples], _BUCKETS)
-    arguments = np.bincount(bucket_of), longest, degrees, costs, config.capacity_tokens, limit_s
-    outcome, groups = _within(_OVERRUN * limit_s, _milp, *arguments) or ('greedy', None)
+    outcome, groups = _milp(np.bincount(bucket_of), longest, degrees, costs, config.capacity_tokens, limit_s)
     said.append(outcome)
     if groups is None:
       return _greedy(samples, of_batch, degrees, ranks, config.capacity_tokens)
@@ -294,19 +290,6 @@ def _buckets(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
     ends.append(int(begin[ends[-1]]))
   ends = sorted(ends)
   return np.searchsorted(ends, position, side='right'), distinct[np.array(ends) - 1]
-
-
-def _within(limit_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
-  """What a function gives in a process of its own; None where it takes longer: SCIP can forget its limit."""
-  processes = multiprocessing.get_context('fork')
-  received, sent = processes.Pipe(duplex=False)
-  process = processes.Process(target=lambda: sent.send(function(*arguments)))
-  process.start()
-  try:
-    return received.recv() if received.poll(limit_s) else None
-  finally:
-    process.kill()
-    process.join()
 
 
 def _milp(
