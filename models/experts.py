@@ -123,13 +123,13 @@ class Experts(nnx.Module):
     slot = jnp.arange(block)
     rank = jnp.minimum(chosen // per_rank, ranks - 1)
     row = place - start[rank]
+    made_it = exists & (row < sent[rank])
     move = Move(
       item=order[jnp.minimum(start[:, None] + slot, order.size - 1)].reshape(-1),
       filled=(slot < sent[:, None]).reshape(-1),
-      row=rank * block + row,
-      kept=exists & (row < sent[rank]),
+      row=jnp.where(made_it, rank * block + row, 0),
+      kept=made_it,
     )
-    move = move._replace(row=jnp.where(move.kept, move.row, 0))
 
     blocks = to_rows(k, x, move).reshape(ranks, block, -1)
     theirs = lax.all_to_all(kept, LOCAL_AXIS, split_axis=0, concat_axis=0)  # [L, E/L], a few integers
