@@ -4,14 +4,16 @@ Axis legend: T tokens on this rank, d model width, V vocabulary, E experts, N la
 
 Layers are scanned, so that a program's size does not grow with their number: a *stack* is a stretch of
 consecutive layers that repeats, made of *runs* of layers of one kind. A run's weights are stacked along two
-leading axes, repeats of the stack and layers of the run. Leading dense layers and a last incomplete repeat
-are stacks that repeat once.
+leading axes, repeats of the stack and layers of the run. Leading dense layers, what is left of their turn of
+the pattern, and a last incomplete turn are stacks that repeat once. So a stack's layers have weights of the
+same shapes.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -29,11 +31,13 @@ from repack_jax.kinds import LAYER_SCOPES
 from repack_jax.ops.attention import KEPT
 from repack_jax.ops.loss import token_losses
 from repack_jax.ops.rows import Table, lookup
+from repack_jax.parallel.prefetched import LayerFunction, run_prefetched
 from repack_jax.parallel.sharded import gather_parameters, gather_table, save_all_but_gathered
 from repack_jax.plan.arrays import PlanArrays
 from repack_jax.training.context import StepContext
 
 Tree = Any
+_SAVE_EXCHANGED = jax.checkpoint_policies.save_only_these_names(KEPT)
 
 
 class LossSums(NamedTuple):
@@ -127,7 +131,8 @@ def stacks(config: ModelConfig) -> list[Stack]:
     return tuple(len(list(same)) for _, same in itertools.groupby(sorts))
 
   found = [
-    Stack(0, runs(0, head), 1),
+    Stack(0, runs(0, dense), 1),
+    Stack(dense, runs(dense, head), 1),
     Stack(head, runs(head, head + period) if repeats else (), repeats),
     Stack(tail, runs(tail, config.num_layers), 1),
   ]
@@ -269,31 +274,67 @@ def _run_stack(
   batch: PlanArrays,
   ctx: StepContext,
 ) -> tuple[jax.Array, ExpertStats]:
-  """Scans a stack over its repeats; stats come back with a leading axis of layers."""
+  """Runs a stack as often as it repeats; stats come back with a leading axis of layers."""
   dtype = jnp.dtype(config.compute_dtype)
-  policy = save_all_but_gathered
-  if config.remat == 'layer':
-    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+  of_layer = [jax.tree.map(lambda leaf: leaf.of_layer, of_run) for of_run in placed]
+  loads = load.reshape(stack.repeats, stack.length, -1)
 
-  def run_layer(run: int, x: jax.Array, xs: tuple[Tree, jax.Array]):
-    shards, load = xs
+  def run_layer(run: int, weights: Tree, x: jax.Array, load: jax.Array, batch: PlanArrays):
     first = int(stack.run_layers(run)[0, 0])
-    of_layer = jax.tree.map(lambda leaf: leaf.of_layer, placed[run])
-    layer = _with_weights(
-      lambda: Layer(config, first, nnx.Rngs(0)), gather_parameters(shards, of_layer, dtype)
-    )
+    layer = _with_weights(lambda: Layer(config, first, nnx.Rngs(0)), weights)
     return layer(x, load, batch, ctx)
+
+  if ctx.chosen.prefetch_layers:
+    layers = [
+      _differentiated(config, functools.partial(run_layer, run))
+      for run, count in enumerate(stack.runs)
+      for _ in range(count)
+    ]
+    x, (balance, router_z), (counts, dropped) = run_prefetched(
+      layers, stack.runs, of_layer, dtype, x, shards, loads, batch
+    )
+    stats = ExpertStats(balance, router_z, counts, dropped)
+  else:
+    x, stats = _scan_in_line(config, stack, run_layer, of_layer, shards, loads, x, batch)
+  return x, jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), stats)
+
+
+def _differentiated(config: ModelConfig, run_layer: Callable) -> LayerFunction:
+  """A layer as `run_prefetched` takes it, which saves for the backward pass what `remat` says."""
+
+  def layer(weights: Tree, x: jax.Array, load: jax.Array, batch: PlanArrays):
+    x, stats = run_layer(weights, x, load, batch)
+    return (x, (stats.balance, stats.router_z)), (stats.counts, stats.dropped)
+
+  return jax.checkpoint(layer, policy=_SAVE_EXCHANGED) if config.remat == 'layer' else layer
+
+
+def _scan_in_line(
+  config: ModelConfig,
+  stack: Stack,
+  run_layer: Callable,
+  placed: list[Tree],
+  shards: list[Tree],
+  loads: jax.Array,
+  x: jax.Array,
+  batch: PlanArrays,
+) -> tuple[jax.Array, ExpertStats]:
+  """Scans the repeats, and in each its runs; a layer gathers its weights when it begins, in both passes."""
+  policy = _SAVE_EXCHANGED if config.remat == 'layer' else save_all_but_gathered
+
+  def gathered_layer(run: int, x: jax.Array, xs: tuple[Tree, jax.Array]):
+    shards, load = xs
+    weights = gather_parameters(shards, placed[run], jnp.dtype(config.compute_dtype))
+    return run_layer(run, weights, x, load, batch)
 
   def repeat(x: jax.Array, xs: tuple[list[Tree], jax.Array]):
     shards, loads = xs
     starts = np.cumsum(stack.runs)[:-1]
     stats = []
     for run, run_loads in enumerate(jnp.split(loads, starts)):
-      layer = jax.checkpoint(functools.partial(run_layer, run), policy=policy)
+      layer = jax.checkpoint(functools.partial(gathered_layer, run), policy=policy)
       x, run_stats = jax.lax.scan(layer, x, (shards[run], run_loads))
       stats.append(run_stats)
     return x, jax.tree.map(lambda *parts: jnp.concatenate(parts), *stats)
 
-  loads = load.reshape(stack.repeats, stack.length, -1)
-  x, stats = jax.lax.scan(repeat, x, (shards, loads))
-  return x, jax.tree.map(lambda part: part.reshape(-1, *part.shape[2:]), stats)
+  return jax.lax.scan(repeat, x, (shards, loads))

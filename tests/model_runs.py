@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,6 +53,11 @@ def run_config(
     planner=PlannerConfig(mode=mode, capacity_tokens=slots // ranks),
     train=TrainConfig(**train),  # type: ignore[arg-type]
   )  # fmt: skip
+
+
+def ahead(run: RunConfig, layers: int = 1) -> RunConfig:
+  """The same run with parameters gathered so many layers ahead."""
+  return dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, prefetch_layers=layers))
 
 
 @functools.cache
@@ -131,3 +137,17 @@ def assert_same(got: Sums, want: Sums, tolerance: float = 2e-4) -> None:
     scale = np.abs(w).max()
     assert np.isfinite(g).all() and scale > 0, jax.tree_util.keystr(path)
     np.testing.assert_allclose(g, w, atol=tolerance * scale, rtol=0, err_msg=jax.tree_util.keystr(path))
+
+
+def equations(jaxpr: Any, *names: str) -> list[Any]:
+  """Every equation of these primitives, in functions called too; a loop's body once."""
+  found = []
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name in names:
+      found.append(eqn)
+    for value in eqn.params.values():
+      for inner in value if isinstance(value, tuple | list) else (value,):
+        inner = getattr(inner, 'jaxpr', inner)
+        if hasattr(inner, 'eqns'):
+          found += equations(inner, *names)
+  return found

@@ -277,13 +277,18 @@ def test_neighbours_stay_in_their_slice():
   assert (np.ptp(blocks, axis=1)[:, 0] == 0).all()
 
 
-def test_flags_that_keep_the_exchange_native(caplog):
-  native, one_shot = xla_flags.GPU_FLAGS
+def test_flags_that_keep_the_exchange_native_and_let_it_overlap(caplog):
   flags = xla_flags.with_gpu_flags('--xla_other=1')
-  assert flags == f'--xla_other=1 --{native}=false --{one_shot}=false'
-  assert xla_flags.with_gpu_flags(flags) == flags and not caplog.records
-  assert xla_flags.with_gpu_flags(f'--{native}=true').startswith(f'--{native}=true')
-  assert f'--{native}=true' in caplog.text and 'leave it out' in caplog.text
+  assert flags == ' '.join(
+    ['--xla_other=1', *(f'--{name}={flag.value}' for name, flag in xla_flags.GPU_FLAGS.items())]
+  )
+  assert xla_flags.with_gpu_flags(flags) == flags
+  assert f'--{xla_flags.DECOMPOSER}=0' in xla_flags.with_gpu_flags(f'--{xla_flags.DECOMPOSER}=0')
+  assert not caplog.records
+  for name, flag in xla_flags.GPU_FLAGS.items():
+    other = 'true' if flag.value == 'false' else '7'
+    assert xla_flags.with_gpu_flags(f'--{name}={other}').startswith(f'--{name}={other}')
+    assert f'--{name}={other}' in caplog.text and flag.otherwise in caplog.text
 
 
 def test_local_ranks_that_are_no_neighbours_are_found():

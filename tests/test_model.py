@@ -10,7 +10,9 @@ import pytest
 from model_runs import (
   MODEL,
   SLOTS,
+  ahead,
   assert_same,
+  equations,
   packed,
   plans_of,
   program,
@@ -268,23 +270,10 @@ def test_block_rows_never_drop_by_default():
   assert block_rows(tight, 100, 8) == 25
 
 
-def _equations(jaxpr, name):
-  """Every equation of that primitive, a scan's body counted once."""
-  found = []
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name == name:
-      found.append(eqn)
-    for value in eqn.params.values():
-      for inner in value if isinstance(value, tuple | list) else (value,):
-        inner = getattr(inner, 'jaxpr', inner)
-        if hasattr(inner, 'eqns'):
-          found += _equations(inner, name)
-  return found
-
-
+@pytest.mark.parametrize('prefetch_layers', [0, 1])
 @pytest.mark.parametrize('solo', [False, True])
 @pytest.mark.parametrize('remat', ['none', 'layer'])
-def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo):
+def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo, prefetch_layers):
   """In the step's program with `ragged`: F and S layers, dispatch and combine, forward and backward: 8.
 
   None is repeated by remat; a sparse layer's stay on the local axis; nothing else moves activations. Solo
@@ -292,7 +281,7 @@ def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo):
   """
   monkeypatch.setattr('repack_jax.training.context.choose_exchange', lambda name, platform: 'ragged')
   model = dataclasses.replace(MODEL, remat=remat, num_layers=4, expert_placement='replicated')
-  run = run_config(16, model=model)
+  run = ahead(run_config(16, model=model), prefetch_layers)
   step = TrainStep(run, make_mesh(run.cluster), Decoder(model))
   plan = cases.wide_plan(16, 8, SLOTS // 16, solo)
   runs_it = step.program(plan)
@@ -301,17 +290,17 @@ def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo):
   shapes, load = step.state_shapes(), np.zeros((4, 8), np.float32)
   gradients = jax.make_jaxpr(step.gradients, static_argnums=3)
   jaxpr = gradients(shapes.params, load, arrays, runs_it).jaxpr
-  axes = [tuple(np.atleast_1d(eqn.params['axis_name'])) for eqn in _equations(jaxpr, 'ragged_all_to_all')]
+  axes = [tuple(np.atleast_1d(eqn.params['axis_name'])) for eqn in equations(jaxpr, 'ragged_all_to_all')]
   assert sorted(axes) == [('local',)] * 4 + [('node', 'local')] * 4
-  assert not _equations(jaxpr, 'all_to_all')
-  gathers = _equations(jaxpr, 'all_gather')
+  assert not equations(jaxpr, 'all_to_all')
+  gathers = equations(jaxpr, 'all_gather')
   shards = {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(shapes.params)}
   shards |= {shape[2:] for shape in shards}  # a layer's, out of its stack
   shards |= {(*s[:d], 2 * s[d], *s[d + 1 :]) for s in shards for d in range(len(s))}  # gathered over nodes
   assert all(eqn.invars[0].aval.shape in shards for eqn in gathers)  # parameters, nothing else
   assert all(eqn.params['axis_name'] in (('node',), ('local',)) for eqn in gathers)
   # Those of layers are gathered again in the backward pass, where it needs them, and not kept.
-  scattered = _equations(jaxpr, 'reduce_scatter')
+  scattered = equations(jaxpr, 'reduce_scatter')
   assert len(gathers) > 1.5 * len(scattered)
 
 
@@ -379,11 +368,13 @@ def test_chunked_loss_equals_whole_logits():
 
 
 def test_stacks_cover_the_layers_in_order():
-  model = dataclasses.replace(MODEL, num_layers=11, pattern='FSSS', dense_layers=1)
+  model = dataclasses.replace(MODEL, num_layers=15, pattern='FSSS', dense_layers=2)
   found = stacks(model)
-  assert [(s.first, s.runs, s.repeats) for s in found] == [(0, (1, 3), 1), (4, (1, 3), 1), (8, (1, 2), 1)]
+  assert [(s.first, s.runs, s.repeats) for s in found] == [
+    (0, (1, 1), 1), (2, (2,), 1), (4, (1, 3), 2), (12, (1, 2), 1)
+  ]  # fmt: skip
   assert [int(i) for s in found for r in range(s.repeats) for run in range(len(s.runs))
-          for i in s.run_layers(run)[r]] == list(range(11))  # fmt: skip
+          for i in s.run_layers(run)[r]] == list(range(15))  # fmt: skip
 
 
 def test_flops_by_hand():

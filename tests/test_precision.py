@@ -11,6 +11,7 @@ import pytest
 from model_runs import (
   MODEL,
   SLOTS,
+  equations,
   packed,
   parameters,
   plans_of,
@@ -126,18 +127,7 @@ def test_rows_go_there_and_back():
   )
 
 
-def products(jaxpr) -> list:
-  """All matrix products of a traced function, those of functions in it too."""
-  found = []
-  for eqn in jaxpr.eqns:
-    if eqn.primitive.name in ('dot_general', 'ragged_dot_general', 'ragged_dot'):
-      found.append(eqn)
-    for value in eqn.params.values():
-      for inner in value if isinstance(value, (tuple, list)) else [value]:
-        inner = getattr(inner, 'jaxpr', inner)
-        if hasattr(inner, 'eqns'):
-          found += products(inner)
-  return found
+PRODUCTS = ('dot_general', 'ragged_dot_general', 'ragged_dot')
 
 
 def is_highest(precision) -> bool:
@@ -156,7 +146,7 @@ def test_no_float32_product_is_left_to_the_platform(model):
   traced = jax.make_jaxpr(step.gradients, static_argnums=3)(
     parameters(run), step.model.init_carry(), arrays, runs_it
   )
-  found = products(traced.jaxpr)
+  found = equations(traced.jaxpr, *PRODUCTS)
   single = [eqn for eqn in found if eqn.invars[0].aval.dtype == np.float32]
   assert len(found) > 30 and len(single) >= 3, 'the routers, at least'
   assert (len(single) == len(found)) == (model is SINGLE)
@@ -170,7 +160,7 @@ def test_grouped_products_keep_their_precision(implementation):
     return grouped_matmul(implementation, x, weights, jnp.array([3, 2], jnp.int32)).sum()
 
   traced = jax.make_jaxpr(jax.grad(summed, argnums=(0, 1)))(jnp.ones((6, 4)), jnp.ones((2, 4, 3)))
-  found = products(traced.jaxpr)
+  found = equations(traced.jaxpr, *PRODUCTS)
   assert len(found) >= 3 and all(is_highest(eqn.params['precision']) for eqn in found)
 
 

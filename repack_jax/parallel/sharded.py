@@ -142,6 +142,22 @@ def gather_parameters(shards: Tree, placed: Tree, dtype: jnp.dtype) -> Tree:
   return jax.tree.map(gather, shards, placed)
 
 
+def reduce_parameters(grads: Tree, placed: Tree) -> Tree:
+  """Returns float32 gradients of a rank's shards from those of the whole weights that it had gathered.
+
+  They are partial sums still over the mesh axes that `reduce_gradients` adds up.
+
+  Args:
+    placed: a `Sharded` for each, of one layer.
+  """
+
+  def reduce(grad: jax.Array, where: Sharded) -> jax.Array:
+    found = where.gathered()
+    return grad.astype(jnp.float32) if found is None else _reduce_scatter(grad, *found)
+
+  return jax.tree.map(reduce, grads, placed)
+
+
 def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
   """Returns whether to save a value: a policy of `jax.checkpoint` under which weights are gathered again.
 

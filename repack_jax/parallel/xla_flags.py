@@ -1,32 +1,49 @@
-"""What XLA is told so that the exchange stays what the design says it is. Imports without JAX.
-
-By default XLA:GPU rewrites a ragged all-to-all that spans hosts: it gathers whole send buffers across hosts,
-the very bytes that repacking saves. And its one-shot path inside hosts crashed above 32 ranks
-(openxla/xla#47283) and gave corrupt gradients in some versions (marin-community/marin#8077).
-"""
+"""What XLA is told so that exchanges stay what the design says, and overlap. Imports without JAX."""
 
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 log = logging.getLogger(__name__)
 
+
+class Flag(NamedTuple):
+  """A value that a flag of XLA has to have, and what goes wrong with another."""
+
+  value: str
+  otherwise: str
+
+
 DECOMPOSER = 'xla_gpu_unsupported_enable_ragged_all_to_all_multi_host_decomposer'
 GPU_FLAGS = {
-  DECOMPOSER: 'false',
-  'xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel': 'false',
+  DECOMPOSER: Flag(
+    'false', 'whole send buffers are gathered across hosts, the very bytes that repacking saves'
+  ),
+  # It crashed above 32 ranks (openxla/xla#47283) and gave corrupt gradients (marin-community/marin#8077).
+  'xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel': Flag(
+    'false', 'exchanges inside hosts may crash or be wrong'
+  ),
+  # XLA leaves it out of programs that hold a ragged all-to-all.
+  'xla_gpu_enable_latency_hiding_scheduler': Flag('true', 'all collectives wait in line'),
+  'xla_gpu_experimental_parallel_collective_overlap_limit': Flag(
+    '4', 'collectives of parameters and exchanges wait for each other'
+  ),
 }
+_SPELLINGS = {'1': 'true', '0': 'false'}
 
 
 def with_gpu_flags(flags: str) -> str:
   """Returns `flags` (as in XLA_FLAGS) and the `GPU_FLAGS` it lacks; warns where it sets other values."""
   given = dict(flag.lstrip('-').partition('=')[::2] for flag in flags.split())
-  for name, value in GPU_FLAGS.items():
+  for name, (value, otherwise) in GPU_FLAGS.items():
     if name not in given:
       flags += f' --{name}={value}'
-    elif given[name].lower() not in (value, '0'):
+      continue
+    found = given[name].lower()
+    if value not in (found, _SPELLINGS.get(found)):
       log.warning(
-        'warning: XLA_FLAGS has --%s=%s, which makes exchanges slow across hosts or wrong; leave it out, or '
-        'set it to %s', name, given[name], value,
+        'warning: XLA_FLAGS has --%s=%s, with which %s; leave it out, or set it to %s',
+        name, given[name], otherwise, value,
       )  # fmt: skip
   return flags.strip()

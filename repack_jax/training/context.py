@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import Mesh
 
+from repack_jax.checks import require
 from repack_jax.config.run import RunConfig
 from repack_jax.exchange.collectives import choose_exchange
 from repack_jax.exchange.ulysses import repacked_attention
@@ -18,6 +19,8 @@ from repack_jax.plan.arrays import PlanArrays
 from repack_jax.plan.plan import Program
 from repack_jax.predict.sizes import expert_ranks
 
+MOST_PREFETCHED_LAYERS = 1
+
 
 @dataclass(frozen=True)
 class Implementations:
@@ -28,23 +31,32 @@ class Implementations:
     exchange: `ragged` or `dense`.
     grouped: products of experts, as `grouped_matmul` takes it; '' where there are no experts.
     expert_ranks: ranks of a node that the experts are spread over, 1 where each rank has them all.
+    prefetch_layers: layers ahead of its use that a layer's parameters are gathered.
   """
 
   attention: AttentionImpl
   exchange: str
   grouped: str
   expert_ranks: int
+  prefetch_layers: int
 
   @classmethod
   def choose(cls, run: RunConfig, mesh: Mesh) -> Implementations:
     """Returns those for a run on a mesh, each logged; raises ConfigError where a choice cannot be served."""
     platform = mesh.devices.flat[0].platform
     model, train = run.model, run.train
+    ahead = run.cluster.prefetch_layers
+    require(
+      ahead <= MOST_PREFETCHED_LAYERS, 'ClusterConfig.prefetch_layers', ahead,
+      f'the training step gathers parameters at most {MOST_PREFETCHED_LAYERS} layer ahead; more can be '
+      'simulated only',
+    )  # fmt: skip
     return cls(
       exchange=choose_exchange(train.exchange, platform),
       attention=choose_attention(train.attention, platform, attention_cases(run)),
       grouped=choose_grouped(train.grouped, platform) if model.num_experts else '',
       expert_ranks=expert_ranks(model, run.cluster),
+      prefetch_layers=ahead,
     )
 
 
