@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -47,18 +46,9 @@ def fewest_micro_batches(case: PlanCase) -> int:
 
 
 def timed(make: Callable[[], Sequence[Plan]]) -> tuple[Sequence[Plan], float]:
-  """What it makes, and its seconds of the processor, those of processes that it starts among them.
-
-  Planners run on one core, and others may share it.
-  """
-  begun = spent_s()
-  return make(), spent_s() - begun
-
-
-def spent_s() -> float:
-  """Returns the seconds of the processor that this process and its ended children have taken."""
-  children = resource.getrusage(resource.RUSAGE_CHILDREN)
-  return time.process_time() + children.ru_utime + children.ru_stime
+  """What it makes, and its seconds of the processor: planners run on one core, and others may share it."""
+  begun = time.process_time()
+  return make(), time.process_time() - begun
 
 
 def percent(values: Sequence[float], q: float | None = None) -> float:

@@ -9,13 +9,9 @@ OR-tools.
 from __future__ import annotations
 
 import dataclasses
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import planner_milp
 
 from repack_jax.config import ClusterConfig, PlannerConfig
 from repack_jax.plan.plan import Group, Plan
@@ -29,7 +25,6 @@ Members = tuple[int, list[int]]  # a group's size and its samples
 LayOut = Callable[[np.ndarray], list[Members] | None]  # groups of at most a domain's ranks; None: no room
 
 _BUCKETS = 16
-_START_S, _OVERRUN = 30.0, 3.0  # a MILP's process is ended after its start and so many times its limit
 
 
 def longest_first_greedy(
@@ -305,46 +300,37 @@ def _milp(
   capacity_tokens: int,
   limit_s: float,
 ) -> tuple[str, list[tuple[int, np.ndarray]] | None]:
-  """(outcome, each group's size and how many samples of each bucket it holds: int64 [buckets]).
+  """(outcome, each group's size and how many samples of each bucket it holds: int64 [buckets])."""
+  from ortools.linear_solver import pywraplp
 
-  `planner_milp.py` solves it in a process of its own, which is ended where SCIP forgets its limit: it was
-  seen to go on for 20 minutes.
-  """
   ranks, layers = costs.cluster.domain_ranks, len(costs.layers)
   work_ms = 1e3 * _work_s(bucket_tokens, costs)
-  of_degree = []
-  for p in degrees:
+  solver = pywraplp.Solver.CreateSolver('SCIP')
+  solver.SetTimeLimit(int(1e3 * limit_s))
+  slowest_ms = solver.NumVar(0, solver.infinity(), '')
+  candidates = [p for p in degrees for _ in range(ranks // p)]
+  used = [solver.BoolVar('') for _ in candidates]
+  holds = [[solver.IntVar(0, int(count), '') for count in counts] for _ in candidates]
+  for p, chosen, held in zip(candidates, used, holds, strict=True):
     exchange_s, latency_s = 2 * layers * costs.exchange_s(p), 4 * layers * float(costs.site_latency_s(p))
-    of_one_ms = (work_ms + 1e3 * exchange_s * bucket_tokens) / p
-    of_degree.append(
-      {
-        'degree': p,
-        'groups': ranks // p,
-        'tokens': p * capacity_tokens,
-        'of_one_ms': of_one_ms.tolist(),
-        'latency_ms': 1e3 * latency_s,
-      }
-    )
-  problem = {
-    'of_degree': of_degree,
-    'counts': counts.tolist(),
-    'bucket_tokens': bucket_tokens.tolist(),
-    'ranks': ranks,
-    'limit_s': limit_s,
-  }
-  try:
-    solved = subprocess.run(
-      [sys.executable, planner_milp.__file__],
-      input=json.dumps(problem),
-      stdout=subprocess.PIPE,
-      text=True,
-      check=True,
-      timeout=_START_S + _OVERRUN * limit_s,
-    )
-  except subprocess.TimeoutExpired:
+    of_one = (work_ms + 1e3 * exchange_s * bucket_tokens) / p
+    busy = sum(ms * n for ms, n in zip(of_one.tolist(), held, strict=True)) + 1e3 * latency_s * chosen
+    solver.Add(busy <= slowest_ms)
+    tokens = sum(tokens * n for tokens, n in zip(bucket_tokens.tolist(), held, strict=True))
+    solver.Add(tokens <= p * capacity_tokens * chosen)
+  solver.Add(sum(p * chosen for p, chosen in zip(candidates, used, strict=True)) <= ranks)
+  for bucket, count in enumerate(counts.tolist()):
+    solver.Add(sum(held[bucket] for held in holds) == count)
+  for i in range(1, len(candidates)):  # groups of one degree are alike
+    if candidates[i] == candidates[i - 1]:
+      solver.Add(used[i] <= used[i - 1])
+  solver.Minimize(slowest_ms)
+  status = solver.Solve()
+  if status not in (pywraplp.Solver.OPTIMAL, pywraplp.Solver.FEASIBLE):
     return 'greedy', None
-  outcome, groups = json.loads(solved.stdout)
-  return outcome, groups and [(size, np.array(held, np.int64)) for size, held in groups]
+  found = [np.rint([n.solution_value() for n in held]).astype(np.int64) for held in holds]
+  groups = [(p, held) for p, held in zip(candidates, found, strict=True) if held.any()]
+  return 'optimal' if status == pywraplp.Solver.OPTIMAL else 'limit', groups
 
 
 def _work_s(lengths: np.ndarray, costs: Costs) -> np.ndarray:
