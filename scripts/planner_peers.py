@@ -19,7 +19,7 @@ from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import simulate
 
 # From lengths, a number of micro-batches and the tokens that one holds at most, to the samples of each
-# micro-batch, perhaps of fewer; None where they find no room.
+# micro-batch; None where they find no room.
 Compose = Callable[[np.ndarray, int, int], list[np.ndarray] | None]
 Members = tuple[int, list[int]]  # a group's size and its samples
 LayOut = Callable[[np.ndarray], list[Members] | None]  # groups of at most a domain's ranks; None: no room
@@ -118,26 +118,38 @@ def by_squares(lengths: np.ndarray, bins: int, room: int) -> list[np.ndarray] | 
 
 
 def by_length(lengths: np.ndarray, bins: int, room: int) -> list[np.ndarray] | None:
-  """Samples longest first, cut into at most so many bins whose fullest has the fewest tokens."""
+  """Samples longest first, cut into so many bins with tokens as even as can be; None where one has no room.
+
+  That is the cut with the least sum of squared tokens. Making the fullest bin as empty as can be would not
+  do: where one sample fills a bin, all others might be as full, and more of them no emptier.
+  """
   order = np.argsort(-lengths, kind='stable')
   if bins >= len(order):  # a bin for each: a cut could leave some together that find no layout
     return list(order[:, None])
-  reached = np.concatenate([[0], np.cumsum(lengths[order])])
+  reached = np.concatenate([[0], np.cumsum(lengths[order])]).astype(float)
+  tokens = reached - reached[:, None]
+  squares = np.where((tokens > 0) & (tokens <= room), tokens**2, np.inf)
+  ends = _cheapest_cut(squares, bins)
+  return None if ends is None else np.split(order, ends[:-1])
 
-  def cuts(most: int) -> list[int]:
-    found = [0]
-    while found[-1] < len(order) and len(found) <= bins:
-      found.append(int(np.searchsorted(reached, reached[found[-1]] + most, side='right')) - 1)
-    return found
 
-  low, high = max(int(lengths.max()), -(-int(reached[-1]) // bins)), int(reached[-1])
-  while low < high:
-    middle = (low + high) // 2
-    if cuts(middle)[-1] == len(order):
-      high = middle
-    else:
-      low = middle + 1
-  return np.split(order, cuts(low)[1:-1]) if low <= room else None
+def _cheapest_cut(costs: np.ndarray, parts: int) -> list[int] | None:
+  """Ends of consecutive parts of items whose costs add up to the least; None where there are none.
+
+  Args:
+    costs: float64 [n + 1, n + 1], of one part of the items i .. j - 1; infinite where there can be none.
+  """
+  least, begins = costs[0], []
+  for _ in range(parts - 1):
+    whole = least[:, None] + costs
+    begins.append(whole.argmin(0))
+    least = whole.min(0)
+  if not np.isfinite(least[-1]):
+    return None
+  ends = [len(costs) - 1]
+  for begin in reversed(begins):
+    ends.append(int(begin[ends[-1]]))
+  return sorted(ends)
 
 
 # --- what both share ------------------------------------------------------------------------------------
@@ -265,11 +277,7 @@ def _greedy(
 
 
 def _buckets(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-  """(bucket of each sample, longest of each bucket): what adds the fewest tokens, by dynamic programming.
-
-  Buckets are intervals of lengths. `least[j]` tokens are added to the j shortest distinct lengths by the best
-  buckets so far.
-  """
+  """(bucket of each sample, longest of each bucket): intervals of lengths that add the fewest tokens."""
   distinct, position, counts = np.unique(lengths, return_inverse=True, return_counts=True)
   n = len(distinct)
   if n <= most:
@@ -279,16 +287,8 @@ def _buckets(lengths: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
   added = np.concatenate([[0], distinct]) * (samples[None] - samples[:, None]) - (
     tokens[None] - tokens[:, None]
   )
-  added = np.where(np.arange(n + 1)[:, None] < np.arange(n + 1), added, np.inf)
-  least, begins = added[0], []
-  for _ in range(most - 1):
-    whole = least[:, None] + added
-    begins.append(whole.argmin(0))
-    least = whole.min(0)
-  ends = [n]
-  for begin in reversed(begins):
-    ends.append(int(begin[ends[-1]]))
-  ends = sorted(ends)
+  ends = _cheapest_cut(np.where(np.arange(n + 1)[:, None] < np.arange(n + 1), added, np.inf), most)
+  assert ends is not None
   return np.searchsorted(ends, position, side='right'), distinct[np.array(ends) - 1]
 
 

@@ -217,14 +217,16 @@ def test_buckets_add_the_fewest_tokens():
 
 
 def test_micro_batches_by_length():
-  """Consecutive ones of even tokens; as many as there are samples always fit."""
+  """Consecutive ones of even tokens, emptier the more there are; as many as there are samples always fit."""
 
   def cut(lengths: list[int], bins: int, room: int = 100) -> list[list[int]] | None:
     made = planner_peers.by_length(np.array(lengths), bins, room)
     return made and [[lengths[s] for s in samples] for samples in made]
 
   assert cut([1, 9, 3, 5], 2) == [[9], [5, 3, 1]]
-  assert cut([4, 4, 4, 4, 4, 4], 4) == [[4, 4], [4, 4], [4, 4]]  # no emptier with one more
+  assert sorted(map(len, cut([4, 4, 4, 4, 4, 4], 4))) == [1, 1, 2, 2]
+  assert cut([9, 4, 5, 3, 3], 3) == [[9], [5, 4], [3, 3]]
+  assert cut([9, 4, 5, 3, 3], 4) == [[9], [5], [4], [3, 3]]  # though the first is as full as ever
   assert cut([1, 9, 3, 5], 1) == [[9, 5, 3, 1]]
   assert cut([1, 9, 3, 5], 2, room=8) is None
   assert cut([2, 9], 3) == [[9], [2]]
