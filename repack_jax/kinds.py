@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from repack_jax.checks import check_min, check_types
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Program
 from repack_jax.plan.wire import Wire
 
 Array = Any  # of NumPy or of JAX
@@ -79,6 +79,14 @@ class LayerKind(abc.ABC):
     With a bound, a rank's queries need no more than so many tokens ahead of its own in the stream (a halo).
     """
     return None
+
+  def halo_slots(self, program: Program) -> int | None:
+    """Returns the slots of the halo with which a program runs such layers; None where they exchange heads."""
+    if self.layout != CHILDREN or self.halo_tokens is None or program.halo_tokens is None:
+      return None
+    if self.halo_tokens > program.halo_tokens:  # the program's hops were counted for less
+      return None
+    return min(self.halo_tokens, program.halo_hops * program.capacity_tokens)
 
   @abc.abstractmethod
   def pairs(self, length: np.ndarray | int) -> np.ndarray:
