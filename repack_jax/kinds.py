@@ -82,11 +82,7 @@ class LayerKind(abc.ABC):
 
   def halo_slots(self, program: Program) -> int | None:
     """Returns the slots of the halo with which a program runs such layers; None where they exchange heads."""
-    if self.layout != CHILDREN or self.halo_tokens is None or program.halo_tokens is None:
-      return None
-    if self.halo_tokens > program.halo_tokens:  # the program's hops were counted for less
-      return None
-    return min(self.halo_tokens, program.halo_hops * program.capacity_tokens)
+    return program.halo_slots(self.layout, self.halo_tokens)
 
   @abc.abstractmethod
   def pairs(self, length: np.ndarray | int) -> np.ndarray:

@@ -29,6 +29,8 @@ WAYS = {
   'solve': ('static', 'parents', 'repack', 'solve', 'parents_solo', 'solve_solo'),
 }
 _SOLO_WAYS = ('parents_solo', 'solve_solo')
+# The same for plans whose layers in the children's layout run by halo: these need no children of their own.
+HALO_WAYS = {'static': 'static_halo', 'parents': 'parents_halo', 'parents_solo': 'parents_solo_halo'}
 MODES = tuple(WAYS)
 SPARSE_EXCHANGES = ('ulysses', 'halo', 'auto')
 STDLIB = 'stdlib'
@@ -148,10 +150,17 @@ class PlannerConfig:
       'PlannerConfig.static_sp_degree', self.static_sp_degree, 'must be 0 or a power of two',
     )  # fmt: skip
 
-  def ways(self) -> tuple[str, ...]:
-    """Returns the ways to lay out samples that the mode may choose from."""
+  def ways(self, can_halo: bool = True) -> tuple[str, ...]:
+    """Returns the ways to lay out samples that the mode may choose from.
+
+    Args:
+      can_halo: whether the layers in the children's layout can run by halo (`Costs.halo_tokens`).
+    """
     left_out = _SOLO_WAYS if self.mode == 'solve' and not self.solo else ()
-    return tuple(way for way in WAYS[self.mode] if way not in left_out)
+    ways = tuple(way for way in WAYS[self.mode] if way not in left_out)
+    by_halo = tuple(HALO_WAYS[way] for way in ways if way in HALO_WAYS)
+    sparse_exchange = self.sparse_exchange if can_halo else 'ulysses'
+    return {'ulysses': ways, 'halo': by_halo, 'auto': ways + by_halo}[sparse_exchange]
 
   def smallest_degree(self, degrees: Sequence[int], longest_tokens: int) -> int:
     """Returns the smallest of these SP degrees, which ascend, whose group holds the longest sample."""

@@ -69,6 +69,19 @@ class Program(NamedTuple):
     widest = min(self.widest_degree, self.span(layout))
     return tuple(1 << i for i in range(widest.bit_length()))
 
+  def halo_slots(self, layout: str, halo_tokens: int | None) -> int | None:
+    """Returns the slots of the halo that layers have; None where they exchange heads.
+
+    Args:
+      layout: that they run in.
+      halo_tokens: that their queries see ahead of their own at most; None for no bound.
+    """
+    if layout != CHILDREN or self.halo_tokens is None or halo_tokens is None:
+      return None
+    if halo_tokens > self.halo_tokens:  # the hops were counted for less
+      return None
+    return min(halo_tokens, self.halo_hops * self.capacity_tokens)
+
   def serves(self, plan: Plan) -> bool:
     """Returns whether this program can run the plan."""
     try:
@@ -275,6 +288,10 @@ class Plan:
     """Returns each group's sum of its samples' values, [samples] -> float64 [groups]; exact below 2 ** 53."""
     samples, of = self._members[layout]
     return np.bincount(of, values[samples], len(self.groups(layout)))
+
+  def members(self, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the samples of a layout's groups (or the solo ones), in order, and the group of each: int64."""
+    return self._members[layout]
 
   @cached_property
   def _members(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
