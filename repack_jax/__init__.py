@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from repack_jax.config.cluster import ClusterConfig
   from repack_jax.config.run import PlannerConfig
-  from repack_jax.exchange.ulysses import repacked_attention
+  from repack_jax.exchange.attention import repacked_attention
   from repack_jax.kinds import ChunkedAttention, FullAttention, SlidingWindowAttention
   from repack_jax.plan.arrays import pack
   from repack_jax.plan.wire import Wire
@@ -26,7 +26,7 @@ _HOMES = {
   'SlidingWindowAttention': 'kinds',
   'Wire': 'plan.wire',
   'pack': 'plan.arrays',
-  'repacked_attention': 'exchange.ulysses',
+  'repacked_attention': 'exchange.attention',
   'solve': 'solver',
 }
 __all__ = [

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from repack_jax.checks import check_min, check_types
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Program
 from repack_jax.plan.wire import Wire
 
 Array = Any  # of NumPy or of JAX
@@ -65,12 +65,24 @@ class LayerKind(abc.ABC):
   def sees(self, query: Array, key: Array) -> Array:
     """Returns whether queries at these positions of a sample see the keys at those; never a later one.
 
-    For oracles: it shares nothing with `first_key` and `last_query`.
+    For oracles, and for the edge of a halo: it shares nothing with `first_key` and `last_query`.
     """
 
   @abc.abstractmethod
   def reach_tokens(self, tokens: int) -> int:
     """Returns how many tokens before its own a query sees at most, in a stream of so many tokens."""
+
+  @property
+  def halo_tokens(self) -> int | None:
+    """Returns how many tokens before its own a query sees at most, whatever its sample; None: no bound.
+
+    With a bound, a rank's queries need no more than so many tokens ahead of its own in the stream (a halo).
+    """
+    return None
+
+  def halo_slots(self, program: Program) -> int | None:
+    """Returns the slots of the halo with which a program runs such layers; None where they exchange heads."""
+    return program.halo_slots(self.layout, self.halo_tokens)
 
   @abc.abstractmethod
   def pairs(self, length: np.ndarray | int) -> np.ndarray:
@@ -140,6 +152,10 @@ class SlidingWindowAttention(LayerKind):
   def reach_tokens(self, tokens: int) -> int:
     return min(self.window_tokens, tokens) - 1
 
+  @property
+  def halo_tokens(self) -> int:
+    return self.window_tokens - 1
+
   def pairs(self, length: np.ndarray | int) -> np.ndarray:
     length = np.asarray(length, np.float64)
     seen = np.minimum(length, self.window_tokens)
@@ -178,6 +194,10 @@ class ChunkedAttention(LayerKind):
 
   def reach_tokens(self, tokens: int) -> int:
     return min(self.chunk_tokens, tokens) - 1
+
+  @property
+  def halo_tokens(self) -> int:
+    return self.chunk_tokens - 1
 
   def pairs(self, length: np.ndarray | int) -> np.ndarray:
     length = np.asarray(length, np.float64)

@@ -89,7 +89,7 @@ def batches_of(run: RunConfig) -> Iterator[Sequence[int]]:
 def plan_of(run: RunConfig) -> Plan:
   """The first plan with parents across nodes, and children inside them where the mode has children."""
   cluster = run.cluster
-  children_stay = run.planner.mode in ('repack', 'solve')
+  children_stay = run.planner.mode in ('repack', 'solve') and run.planner.sparse_exchange != 'halo'
   wanted = cluster.domain_ranks, cluster.ranks_per_node if children_stay else cluster.domain_ranks
   costs, fallback = model_costs(cluster, run.model), None
   for lengths in itertools.islice(batches_of(run), _SEARCHED_BATCHES):
@@ -148,7 +148,7 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
   sizes = parameter_sizes(shards, cluster.nodes, node)
   accumulate, update = (hlo.CompiledProgram(programs[name].as_text()) for name in ('accumulate', 'update'))
   found = classify(collectives(accumulate), sizes)
-  buffer_rows = receive_rows(step, plan)
+  program, buffer_rows = step.program(plan), receive_rows(step, plan)
   memory = step.memory_bytes(programs['accumulate'])
   if step.chosen.attention.name == 'cudnn':
     model = run.model
@@ -156,8 +156,8 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
     memory['cudnn_workspace_bytes'] = cudnn.workspace_bytes(*heads)
   in_update = classify(collectives(update), sizes)
   checks = [
-    *exchange_checks(found, run.model, plan),
-    *byte_checks(found, run.model, plan, buffer_rows),
+    *exchange_checks(found, run.model, plan, program),
+    *byte_checks(found, run.model, plan, program, buffer_rows),
     matmul_check(accumulate.matmul_flops(CORES), run.model, plan.capacity_tokens, expert_rows(step, plan)),
     placement_check([[device_place(d) for d in local] for local in step.mesh.devices.reshape(-1, node)]),
     memory_check(memory, cluster.memory_bytes),

@@ -110,6 +110,23 @@ def test_packs(runs, kind):
     assert (x[segments < 0] == 0).all()
 
 
+@pytest.mark.parametrize(
+  'kind, halo', [(sliding(40), 39), (sliding(2), 200), (chunked(100), 128)], ids=short_name
+)
+@pytest.mark.parametrize('name', ['blockwise', 'reference'])
+def test_keys_ahead_of_the_queries(name, kind, halo):
+  """As with queries for all slots, whose results nobody wants; NaN in padding is inert in a halo too."""
+  q, k, v, dout = tensors(TOKENS, *HEADS)
+  whole = [q, k, v, np.where(np.arange(TOKENS)[:, None, None] < halo, 0, dout)]
+  for runs in PACKS.values():
+    segments = pack(runs)
+    out, dq, dk, dv = oracle(whole, segments, kind)
+    padding = (segments < 0)[:, None, None]
+    behind = [np.where(padding[TOKENS - len(x) :], np.nan, x) for x in (q[halo:], k, v, dout[halo:])]
+    results = run(name, behind, segments, kind)
+    assert_near(results, (out[halo:], dq[halo:], dk, dv), 3e-6)
+
+
 @pytest.mark.parametrize('runs', [[1], [2], [7, 2], [127], [100, 29]], ids=sum)
 def test_lengths(runs):
   segments = pack(runs)

@@ -86,6 +86,45 @@ def test_padding_is_inert(runs, kind):
     np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize('kind, halo', [(sliding(150), 300), (chunked(150), 256)], ids=short_name)
+def test_keys_ahead_of_the_queries(kind, halo):
+  """As with queries for all slots, whose results nobody wants; halos of whole blocks and others."""
+  q, k, v, dout = tensors(TOKENS, 4, 2, 16)
+  for runs in ('giant', 'skewed', 'padding_head', 'padding_inside', 'all_padding'):
+    segments = pack(PACKS[runs])
+    ahead = [q, k, v, np.where(np.arange(TOKENS)[:, None, None] < halo, 0, dout)]
+    out, lse, dq, dk, dv = run('reference', ahead, segments, kind)
+    behind = [q[halo:], k, v, dout[halo:]]
+    wanted = out[halo:], lse[halo:], dq[halo:], dk, dv
+    assert_near(run('reference', behind, segments, kind), wanted, 1e-6)
+    results = run('pallas', behind, segments, kind, SMALL)
+    assert_near(results, wanted, 5e-6)
+    poisoned = [np.where((segments < 0)[len(segments) - len(x) :, None, None], np.nan, x) for x in behind]
+    for a, b in zip(results, run('pallas', poisoned, segments, kind, SMALL), strict=True):
+      np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize('halo', [128, 300])
+def test_tiles_leave_the_queries_of_a_halo_out(halo):
+  kind, blocks = sliding(130), SMALL
+  geometry = pallas_tiles.geometry_of(AttentionCase(kind, 'float32', TOKENS - halo, 1, 1, 8, halo), blocks)
+  segments = jnp.asarray(pack([TOKENS]))
+  _, first_key, by_query, by_key = pallas_tiles.tile_lists(segments, TOKENS - halo, kind, geometry)
+  assert first_key.shape[0] == len(by_query.first) < len(by_key.first) * 2
+  front = geometry.halo - halo  # which fills the halo up to whole query blocks
+  padded = np.pad(pack([TOKENS]), (front, -(front + TOKENS) % 256), constant_values=-1)
+  seen = np.asarray(reference.visible(padded, kind))
+  touched = seen.reshape(len(seen) // 128, 128, -1, 256).any((1, 3))[geometry.halo // 128 :]
+  for of, table in ((by_query, touched), (by_key, touched.T)):
+    assert of.cuts[-1] <= len(of.tiles)
+    tiles = np.asarray(of.tiles)[: of.cuts[-1]]
+    major, minor = tiles >> 16, tiles & 0xFFFF
+    listed = set(zip(major.tolist(), minor.tolist(), strict=True))
+    wanted = {(int(a), int(b)) for a, b in zip(*table.nonzero(), strict=True)}
+    assert wanted <= listed and len(listed - wanted) <= (~table.any(1)).sum()
+    assert set(major.tolist()) == set(range(len(table)))
+
+
 @pytest.mark.parametrize(
   'heads, kv_heads, width, kind',
   [(1, 1, 8, FULL), (8, 1, 24, sliding(150)), (4, 2, 130, FULL)],
@@ -157,10 +196,10 @@ def test_plans_are_data():
 @functools.cache
 def lists(kind: LayerKind, blocks: Blocks, parts: int):
   """Jitted segments to `(entries, cuts)` of the list by query block and of the one by key block."""
-  geometry = pallas_tiles.Geometry(blocks, 1, 1, parts, 1.0, jax.lax.Precision.DEFAULT)
+  geometry = pallas_tiles.Geometry(blocks, 1, 1, parts, 1.0, jax.lax.Precision.DEFAULT, halo=0)
 
   def both(segments):
-    _, _, by_query, by_key = pallas_tiles.tile_lists(segments, kind, geometry)
+    _, _, by_query, by_key = pallas_tiles.tile_lists(segments, len(segments), kind, geometry)
     return (by_query.tiles, by_query.cuts), (by_key.tiles, by_key.cuts)
 
   return jax.jit(both)

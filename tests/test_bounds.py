@@ -77,7 +77,10 @@ def test_no_plan_is_faster(mesh, name):
     capacity = int(rng.choice([8, 64, 200]))
     lengths = random_lengths(rng, min(16, meeting.cluster.domain_ranks) * capacity, most=20)
     for mode in MODES:
-      config = PlannerConfig(mode=mode, capacity_tokens=capacity, capacity_step_tokens=number % 2)
+      config = PlannerConfig(
+        mode=mode, capacity_tokens=capacity, capacity_step_tokens=number % 2,
+        sparse_exchange=('ulysses', 'halo', 'auto')[number],
+      )  # fmt: skip
       for costs in (meeting, drifting):
         plans = solve(lengths, costs, config).plans
         bound_s = lower_bound_s(lengths, costs, config)

@@ -13,7 +13,7 @@ from repack_jax.compile_check.collectives import Collective, Shadow, collectives
 from repack_jax.config import ClusterConfig, ModelConfig
 from repack_jax.parallel import xla_flags
 from repack_jax.parallel.mesh import neighbour_order
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Program
 from repack_jax.predict import flops
 from repack_jax.predict.cost_model import model_costs
 
@@ -128,6 +128,7 @@ def test_groups_in_every_form(text, groups):
 MODEL = ModelConfig(num_layers=8, num_heads=16, num_kv_heads=4, head_dim=8, num_experts=0)
 PLAN = cases.wide_plan(16, 8, 32)
 EVERY, NODES = (tuple(range(16)),), (tuple(range(8)), tuple(range(8, 16)))
+OWN = PLAN.program(16)
 COSTS = model_costs(ClusterConfig(), MODEL)
 ROWS = {
   (PARENTS, 'dispatch'): 96, (PARENTS, 'combine'): 32, (CHILDREN, 'dispatch'): 80, (CHILDREN, 'combine'): 32,
@@ -156,10 +157,11 @@ def gathered(text: str, groups: tuple, scope: str = 'jit(f)/while') -> Collectiv
   return Collective('all-gather', tuple(hlo.arrays(text)), groups, None, 3, scope)
 
 
-def failed(collectives: list[Collective]) -> set[str]:
+def failed(collectives: list[Collective], program: Program = OWN) -> set[str]:
   sizes = rules.parameter_sizes([(64, 8)], nodes=2, local=8)
   found = rules.classify(collectives, sizes)
-  checks = rules.exchange_checks(found, MODEL, PLAN) + rules.byte_checks(found, MODEL, PLAN, ROWS)
+  checks = rules.exchange_checks(found, MODEL, PLAN, program)
+  checks += rules.byte_checks(found, MODEL, PLAN, program, ROWS)
   assert all(check.found and check.remedy for check in checks)
   return {check.name for check in checks if not check.passed}
 
@@ -199,6 +201,43 @@ def test_each_rule_broken(change, broken):
   assert failed(change(list(GOOD))) == broken
 
 
+BY_HALO = OWN._replace(children_span=16, halo_tokens=127, halo_hops=1)
+PAIRS = tuple((rank, rank + 1) for rank in range(15))
+
+
+def shift(direction: str, slots: int = 32, **changes: object) -> Collective:
+  """One instruction for all layers: keys and values of a whole rank, since windows are longer than that."""
+  path = 'jvp()' if direction == 'forward' else 'transpose(jvp())'
+  one = Collective(
+    'collective-permute', tuple(hlo.arrays(f'f32[{slots},8,8]{{2,1,0}}')), PAIRS, None, 6,
+    f'{path}/while/children_layer/attention/halo/ppermute',
+  )  # fmt: skip
+  return dataclasses.replace(one, **changes)
+
+
+HALO_COUNT = '1 collective-permute a layer and direction: halo'
+
+
+@pytest.mark.parametrize('more,broken', [
+  ([], set()),
+  ([shift('forward')], {HALO_COUNT, MOVED}),  # by remat; across nodes heads are nearly all
+  ([exchange(CHILDREN, 'forward', 'dispatch')], {COUNT, MOVED}),
+  ([gathered('f32[3072,128]', EVERY)], {STRAY, MOVED, ACROSS}),
+], ids=['good', 'one repeated', 'heads as well', 'gathered'])  # fmt: skip
+def test_a_step_by_halo(more, broken):
+  """Full layers exchange heads; windows shift keys and values, in the plan's bytes and no more."""
+  of_parents = [one for one in GOOD if 'parents_layer' in one.scope]
+  good = [*of_parents, shift('forward'), shift('backward')]
+  assert failed([*good, *more], BY_HALO) == broken
+  assert failed(good[:-1], BY_HALO) == {HALO_COUNT, MOVED}
+  longer = [*of_parents, shift('forward', slots=64), shift('backward')]
+  assert failed(longer, BY_HALO) == {MOVED}
+  rows = rules.table(rules.classify(good, {1}), 8)
+  assert {(row['purpose'], row['collective']) for row in rows} == {
+    ('attention exchange', 'ragged-all-to-all'), ('halo', 'collective-permute'),
+  }  # fmt: skip
+
+
 def test_expert_exchanges_are_counted_apart():
   model = dataclasses.replace(MODEL, num_experts=8)
   experts = [
@@ -209,11 +248,11 @@ def test_expert_exchanges_are_counted_apart():
   ]  # fmt: skip
   names = [
     check.name
-    for check in rules.exchange_checks(rules.classify(GOOD + experts, {1}), model, PLAN)
+    for check in rules.exchange_checks(rules.classify(GOOD + experts, {1}), model, PLAN, OWN)
     if not check.passed
   ]
   assert names == []
-  again = rules.exchange_checks(rules.classify(GOOD + experts + experts[:1], {1}), model, PLAN)
+  again = rules.exchange_checks(rules.classify(GOOD + experts + experts[:1], {1}), model, PLAN, OWN)
   assert [check.name for check in again if not check.passed] == [COUNT.replace('attention', 'expert')]
 
 
@@ -222,6 +261,12 @@ def test_bytes_of_a_plan_are_those_of_the_metrics():
   across = sum(2 * COSTS.layers_in(layout) * one.cross_node for (layout, _), one in moved.items())
   assert across == COSTS.cross_node_bytes(PLAN) > 0
   assert moved[CHILDREN, 'dispatch'].cross_node == 0 < moved[CHILDREN, 'dispatch'].total
+  across = (
+    2 * COSTS.layers_in(PARENTS) * sum(moved[PARENTS, site].cross_node for site in ('dispatch', 'combine'))
+  )
+  shifted = rules.halo_bytes(PLAN, MODEL, BY_HALO)
+  assert across + shifted.cross_node == COSTS.cross_node_bytes(PLAN, BY_HALO)
+  assert (shifted.total, shifted.cross_node) == (15 * 12 * 32 * 8 * 8 * 4, 12 * 32 * 8 * 8 * 4)
 
 
 def test_memory_and_products_against_what_they_may_be():

@@ -53,6 +53,11 @@ def test_a_kind_is_one_mask(kind, dtype):
     reach = (np.arange(len(seen)) - first_key).max()
     assert reach <= kind.reach_tokens(len(seen))
     assert len(lengths) > 1 or reach == kind.reach_tokens(len(seen))
+    # With a bound whatever the sample, what is out of a query's sight is out of that of all later ones: a
+    # halo has what its first query sees.
+    if kind.halo_tokens is not None:
+      assert kind.reach_tokens(len(seen)) == min(kind.halo_tokens, len(seen) - 1)
+      assert (np.diff(first_key) >= 0).all()
 
 
 def pairs_in_whole_numbers(kind, length):

@@ -28,14 +28,14 @@ from ragged import emulated_ragged_all_to_all
 from models.experts import block_rows
 from models.transformer import Decoder, stacks
 from repack_jax.config import MODES
-from repack_jax.exchange.ulysses import repacked_attention
+from repack_jax.exchange.attention import repacked_attention
 from repack_jax.kinds import ChunkedAttention, FullAttention, SlidingWindowAttention
 from repack_jax.ops.attention import attention, get_attention
 from repack_jax.ops.loss import token_losses
 from repack_jax.ops.rows import Table
 from repack_jax.parallel.mesh import DOMAIN_AXES, RANK_BLOCKS, make_mesh
 from repack_jax.plan.arrays import pack
-from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan
+from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan, Program
 from repack_jax.predict import flops
 from repack_jax.training.step import TrainStep
 
@@ -285,7 +285,7 @@ def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo, prefetch_
   step = TrainStep(run, make_mesh(run.cluster), Decoder(model))
   plan = cases.wide_plan(16, 8, SLOTS // 16, solo)
   runs_it = step.program(plan)
-  assert runs_it == (16, 8, 16, SLOTS // 16, 1, solo)
+  assert runs_it == Program(16, 8, 16, SLOTS // 16, 1, solo)
   arrays = pack(plan, samples(plan.lengths), runs_it)
   shapes, load = step.state_shapes(), np.zeros((4, 8), np.float32)
   gradients = jax.make_jaxpr(step.gradients, static_argnums=3)

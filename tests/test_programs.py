@@ -74,6 +74,21 @@ def test_one_more_is_compiled_where_it_saves_more_than_its_compilation():
   assert {programs.choose(step, [narrow]) for step in (9, 10)} == {(program,)}
 
 
+def test_programs_by_halo_serve_plans_of_fewer_hops():
+  costs = model_costs(CLUSTER, ModelConfig(num_heads=4, num_kv_heads=2, pattern='S'))
+  config = dataclasses.replace(CONFIG, sparse_exchange='halo', compile_s=1e9)
+  programs = Programs(costs, config, 10)
+  near, far, whole = (plan_of(4, 4, n).with_halo(127) for n in (8, 2, 1))
+  assert [plan.halo_hops(127) for plan in (near, far, whole)] == [3, 2, 0]
+  (program,) = programs.choose(1, [whole])
+  assert program.halo_hops == 1  # the first serves samples over two ranks as well
+  (further,) = programs.choose(2, [near])
+  assert further.halo_hops == 3 and programs.choose(3, [far, whole]) == (further, program)
+  # Heads can be exchanged in any program that has no halo, by plans of either sort.
+  (heads,) = Programs(costs, CONFIG, 10).choose(1, [near.with_halo(None)])
+  assert heads.halo_tokens is None and heads.serves(near)
+
+
 def test_programs_of_fewer_slots_come_only_where_they_pay():
   fuller, emptier = plan_of(2, 2, length=30), plan_of(2, 2, length=8, capacity_tokens=4)
   for compile_s, slots in ((1e9, [16]), (0.0, [16, 4])):

@@ -160,6 +160,18 @@ def test_page_compares_with_the_first_case(told):
   assert shown == sorted(shown, reverse=True)
 
 
+def test_layers_by_halo_are_named():
+  """And their exchange is not told as one of heads."""
+  run = make_run(num_kv_heads=4)
+  plans = make_plans(run, solo=0.5, micro_batches=2)
+  costs = model_costs(run.cluster, run.model)
+  halos = [plan.with_halo(costs.halo_tokens) for plan in plans]
+  data = page_data(run, [make_case(run, 'heads', plans), make_case(run, 'halo', halos)])
+  heads, halo = ([batch['halo'] for batch in case['micro_batches']] for case in data['cases'])
+  assert heads == [None, None] and halo == [[127, plan.halo_hops(127)] for plan in halos]
+  assert data['cases'][1]['cross_node_bytes'] == sum(map(costs.cross_node_bytes, halos))
+
+
 def test_mfu_where_the_peak_is_known():
   run = make_run()
   run = dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, peak_flops_per_s=1e15))

@@ -7,9 +7,15 @@ import numpy as np
 import pytest
 from steps import MESHES, MODEL, MODELS, RATES, costs_of, parameters_s, plan_of, random_plan
 
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Group
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Group, Plan
+from repack_jax.predict.costs import Costs
 from repack_jax.predict.plan_times import predicted_s
 from repack_jax.predict.simulator import CAUSES, EXCHANGE, simulate
+
+
+def by_halo(plan: Plan, costs: Costs) -> Plan:
+  """The plan with windows by halo, as far as the model has any."""
+  return plan.with_halo(costs.halo_tokens)
 
 
 @pytest.mark.parametrize('meets', ['span', 'group'])
@@ -18,9 +24,10 @@ from repack_jax.predict.simulator import CAUSES, EXCHANGE, simulate
 def test_prediction_is_the_step_where_ranks_meet_at_each_layer(name, mesh, meets):
   costs = costs_of(mesh, MODELS[name], exchange_meets=meets, peer_latency_s=2e-5)
   for seed in range(6):
-    plan = random_plan(costs.cluster, seed, solo=0.5 * (seed % 2))
-    expected = predicted_s(plan, costs) + parameters_s(costs) + costs.optimizer_s
-    assert simulate(costs, [plan]).step_s == pytest.approx(expected, rel=1e-12)
+    by_heads = random_plan(costs.cluster, seed, solo=0.5 * (seed % 2))
+    for plan in (by_heads, by_halo(by_heads, costs)):
+      expected = predicted_s(plan, costs) + parameters_s(costs) + costs.optimizer_s
+      assert simulate(costs, [plan]).step_s == pytest.approx(expected, rel=1e-12)
 
 
 def test_domains_are_never_slower_than_predicted():
@@ -28,6 +35,7 @@ def test_domains_are_never_slower_than_predicted():
   for seed, meets in itertools.product(range(8), ('span', 'group')):
     costs = costs_of('two domains', exchange_meets=meets)
     plan = random_plan(costs.cluster, seed, solo=0.5 * (seed % 2))
+    plan = by_halo(plan, costs) if seed % 3 == 1 else plan
     more = parameters_s(costs) + costs.data_reduce_s + costs.optimizer_s
     assert simulate(costs, [plan]).step_s <= (predicted_s(plan, costs) + more) * (1 + 1e-12)
 
@@ -41,6 +49,7 @@ def test_alike_layers_played_at_once_are_those_played_one_by_one(mesh, chunks, m
     costs = costs_of(mesh, dataclasses.replace(model, num_layers=9), exchange_meets=meets)
     assert len(costs.sorts) < 9
     plans = [random_plan(costs.cluster, 10 * seed + i, 0.5 * (seed % 2)) for i in range(2)]
+    plans[1] = by_halo(plans[1], costs)
     once, each = (simulate(costs, plans, exchange_chunks=chunks, spans=spans) for spans in (False, True))
     assert once.step_s == pytest.approx(each.step_s, rel=1e-12)
     for cause in CAUSES:
@@ -81,6 +90,7 @@ def test_every_second_of_every_rank_has_a_cause(mesh, flags):
     costs = costs_of(mesh, model, prefetch_layers=prefetch)
     solo = 0.0 if flags['redistribute'] else 0.5 * (seed % 2)
     plans = [random_plan(costs.cluster, 10 * seed + i, solo) for i in range(1 + seed % 3)]
+    plans[0] = by_halo(plans[0], costs) if seed % 4 == 1 else plans[0]
     step = simulate(costs, plans, **flags)
     assert tuple(step.seconds) == CAUSES
     total = sum(step.seconds.values())
@@ -93,6 +103,7 @@ def test_spans_cover_the_step_on_every_rank(mesh):
   for seed, model in enumerate(MODELS.values()):
     costs = costs_of(mesh, model, prefetch_layers=seed % 2)
     plans = [random_plan(costs.cluster, 10 * seed + i, 0.5) for i in range(2)]
+    plans[0] = by_halo(plans[0], costs)
     step = simulate(costs, plans, spans=True)
     spans = step.spans
     assert (np.diff(spans.rank) >= 0).all()
@@ -130,6 +141,7 @@ def test_better_machines_are_never_slower(mesh, prefetch_layers):
   for seed, model in enumerate(MODELS.values()):
     base = costs_of(mesh, model, prefetch_layers=prefetch_layers, **MORE_RATES)
     plans = [random_plan(base.cluster, 10 * seed + i, 0.5 * (seed % 2)) for i in range(2)]
+    plans[1] = by_halo(plans[1], base)
     step_s = simulate(base, plans).step_s
     for change in changes:
       ((name, value),) = change.items()
@@ -189,6 +201,29 @@ def test_bytes_between_nodes_are_those_of_the_metrics(mesh, row_tokens):
       sent = sum((x.slots * (x.size - 1) * model.wire.bytes_per_peer(x.size)).sum() for x in placements)
       found = sum(link.sum() for link in step.sent[EXCHANGE[layout]])
       assert found == pytest.approx(2 * costs.layers_in(layout) * int(sent))
+
+
+@pytest.mark.parametrize('mesh', MESHES)
+def test_a_halo_sends_what_is_compiled_in(mesh):
+  """As many slots a hop to each next rank of the span, whatever is in them; heads of full layers apart."""
+  costs = costs_of(mesh)
+  window = min(2, 12) * 2 * MODEL.num_kv_heads * MODEL.head_dim * 4
+  for seed in range(4):
+    plan = by_halo(random_plan(costs.cluster, seed, 0.5), costs)
+    program = plan.program(16)
+    step = simulate(costs, [plan], programs=[program])
+    span, rank = program.span(CHILDREN), np.arange(plan.num_ranks)
+    pairs = [(r, r + hop) for r in rank for hop in range(1, program.halo_hops + 1) if r % span + hop < span]
+    across = sum(a // plan.ranks_per_node != b // plan.ranks_per_node for a, b in pairs)
+    intra, inter = (links.sum() for links in step.sent[EXCHANGE[CHILDREN]])
+    assert (intra + inter, inter) == (6 * window * len(pairs), 6 * window * across)
+    of_parents = step.sent[EXCHANGE[PARENTS]][1].sum()
+    assert costs.cross_node_bytes(plan, program) == pytest.approx(of_parents + inter)
+    # The program decides: one that exchanges heads runs the same layout, and sends those.
+    by_heads = program._replace(halo_tokens=None, halo_hops=0)
+    heads = simulate(costs, [plan], programs=[by_heads])
+    assert heads.step_s == simulate(costs, [plan.with_halo(None)], programs=[by_heads]).step_s
+    assert costs.cross_node_bytes(plan, by_heads) == costs.cross_node_bytes(plan.with_halo(None), by_heads)
 
 
 @pytest.mark.parametrize('mesh', MESHES)

@@ -7,7 +7,8 @@ import pytest
 from steps import DENSE, computed_s, cores_s, costs_of, parameters_s, plan_of
 
 from repack_jax.config import ClusterConfig
-from repack_jax.plan.plan import PARENTS, Group, Plan
+from repack_jax.kinds import SlidingWindowAttention
+from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan
 from repack_jax.plan.wire import Wire
 from repack_jax.predict.costs import Costs, LayerCosts
 from repack_jax.predict.plan_times import plan_times, predicted_s
@@ -139,3 +140,59 @@ def test_a_shared_link_is_never_faster_and_follows_both():
     assert alone_s <= shared_s <= alone_s + 2 * min(2, gather_s) + 1e-9
     steps_s.append(shared_s)
   assert (np.diff(steps_s) >= 0).all() and (np.diff(steps_s) <= 6 * 0.1 + 1e-9).all()
+
+
+WINDOWS = dataclasses.replace(DENSE, num_layers=1, pattern='S')  # of 3 tokens
+
+
+def test_halo_by_hand():
+  """One sample of 16 tokens and one of 6, on two nodes of two ranks: each works on its own share."""
+  costs = costs_of((1, 2, 2), WINDOWS, peer_latency_s=PEER_S)
+  groups = [Group(0, 4, (0, 1))]
+  plan = plan_of([16, 6], groups, groups, costs.cluster).with_halo(2)
+  assert plan.shared_tokens.tolist() == [5, 6, 5, 6] and plan.program(4).halo_hops == 1
+  # Pairs of query and key: 3 a token but for a sample's first two. Ranks begin at places 0, 5, 11 and 0.
+  pairs = np.array([1 + 2 + 3 * 3, 6 * 3, 5 * 3, 1 + 2 + 4 * 3])
+  core_s = 4 * 16 * 2 * pairs / 1e6
+  step = simulate(costs, [plan])
+  assert step.seconds["children's attention"] == pytest.approx(3.5 * core_s)
+  # Keys and values of two tokens, to the next rank: 0 and 3 have one neighbour, in their node; 1 and 2 two.
+  sent_bytes = 2 * 2 * 4 * 2 * 4
+  near_s, far_s = 1e-4 + PEER_S + sent_bytes / 4e5, 3e-4 + PEER_S + sent_bytes / 1e5
+  both_s = 1e-4 + 3e-4 + 2 * PEER_S + max(sent_bytes / 4e5, sent_bytes / 1e5)
+  assert step.seconds["children's exchange"] == pytest.approx(2 * np.array([near_s, both_s, both_s, near_s]))
+  assert both_s > far_s
+  # Backward, gradients are shifted once a rank and its neighbours have made theirs.
+  waited = 2.5 * (np.maximum.reduce([core_s, np.roll(core_s, 1), np.roll(core_s, -1)]) - core_s)
+  waited[0], waited[3] = 2.5 * (core_s[1] - core_s[0]), 2.5 * max(core_s[2] - core_s[3], 0.0)
+  assert step.seconds["wait: children's exchange"] == pytest.approx(waited)
+  assert step.sent["children's exchange"][0].tolist() == [2 * sent_bytes, 0, 2 * sent_bytes, 0]
+  assert step.sent["children's exchange"][1].tolist() == [0, 2 * sent_bytes, 0, 0]
+
+
+def test_a_halo_has_hops_of_its_program():
+  """Ranks of two tokens and windows of eight: four hops; a rank waits for those as far away as that."""
+  costs = costs_of((1, 1, 8), WINDOWS.with_kind(SlidingWindowAttention(window_tokens=8)))
+  groups = [Group(0, 8, (0,))]
+  plan = plan_of([16], groups, groups, costs.cluster).with_halo(7)
+  own = plan.program(8)
+  assert own.halo_hops == 4
+  found = plan_times(plan, costs, own).halo(costs.layers[0])
+  of_two = plan_times(plan, costs, own._replace(halo_hops=2)).halo(costs.layers[0])
+  # Ranks in the middle send to four and get from four; of two hops each to two.
+  one_s = 7 * 2 * 4 * 2 * 4 / 4e5 + 1e-4
+  assert found.seconds == pytest.approx(one_s * np.array([4, 4, 4, 4, 4, 4, 4, 4]))
+  assert of_two.seconds == pytest.approx(one_s * np.full(8, 2))
+  assert of_two.slowest(np.arange(8.0)).tolist() == [2, 3, 4, 5, 6, 7, 7, 7]
+  assert found.slowest(-np.arange(8.0)).tolist() == [0, 0, 0, 0, 0, -1, -2, -3]
+
+
+def test_ranks_without_a_halo_to_get_wait_for_nobody():
+  """Each rank begins a sample: no hops, no exchange."""
+  costs = costs_of((1, 2, 2), WINDOWS)
+  groups = [Group(rank, 1, (rank,)) for rank in range(4)]
+  step = simulate(costs, [plan_of([16, 6, 3, 1], groups, groups, costs.cluster).with_halo(2)])
+  assert not step.seconds["children's exchange"].any() and not step.seconds["wait: children's exchange"].any()
+  assert step.seconds["children's attention"] == pytest.approx(
+    [3.5 * cores_s(costs, n)[CHILDREN] for n in (16, 6, 3, 1)]
+  )

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from repack_jax.checks import ConfigError
 from repack_jax.config import MODES, ClusterConfig, DataConfig, ModelConfig, PlannerConfig, RunConfig
-from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan, PlanError
+from repack_jax.plan.plan import CHILDREN, MOST_HALO_HOPS, PARENTS, Group, Plan, PlanError
 from repack_jax.predict.cost_model import model_costs
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import simulate
@@ -178,6 +178,56 @@ def test_no_mode_is_slower_than_one_that_allows_less(mesh, model, prefetch_layer
       assert found.simulated.step_s == pytest.approx(simulate(costs, found.plans).step_s)
       for fewer in SLOWER.get(mode, ()):
         assert found.simulated.step_s <= together[fewer].simulated.step_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize('prefetch_layers', [0, 1])
+@pytest.mark.parametrize('mesh', MESHES)
+def test_the_better_exchange_of_sparse_layers_is_taken(mesh, prefetch_layers):
+  """`auto` is never slower than either; by halo too no mode is slower than one that allows less."""
+  rng = np.random.default_rng(len(mesh) + prefetch_layers)
+  taken = set()
+  for step, model in enumerate((MODEL, DENSE)):
+    costs = costs_of(mesh, model, prefetch_layers=prefetch_layers, exchange_meets=('span', 'group')[step])
+    for lengths in ([2000, 300, *[60] * 20], random_lengths(rng, costs.cluster.domain_ranks * 300)[:24]):
+      lengths = [min(n, 300 * costs.cluster.domain_ranks) for n in lengths]
+      config = PlannerConfig(capacity_tokens=300, capacity_step_tokens=step)
+      found = {
+        (mode, how): solve(lengths, costs, dataclasses.replace(config, mode=mode, sparse_exchange=how))
+        for mode in ('static', 'parents', 'parents_solo', 'solve')
+        for how in ('ulysses', 'halo', 'auto')
+      }
+      seconds = {name: of.simulated.step_s for name, of in found.items()}
+      for mode in ('static', 'parents', 'parents_solo', 'solve'):
+        assert seconds[mode, 'auto'] <= min(seconds[mode, how] for how in ('ulysses', 'halo')) * (1 + 1e-9)
+        for fewer in SLOWER.get(mode, ()):
+          for how in ('halo', 'auto'):
+            if (fewer, how) in seconds:
+              assert seconds[mode, how] <= seconds[fewer, how] * (1 + 1e-9)
+      for (_, how), of in found.items():
+        for plan in of.plans:
+          plan.validate(model.wire)
+          assert plan.halo_tokens in {'ulysses': [None], 'halo': [127, None], 'auto': [127, None]}[how]
+          if plan.halo_tokens is not None:
+            assert plan.halo_hops(127) <= MOST_HALO_HOPS and plan.parents == plan.children
+          elif how == 'halo':  # too many ranks hold too little
+            assert plan.halo_hops(127) > MOST_HALO_HOPS
+          taken.add((how, plan.halo_tokens is not None))
+        assert of.baseline_simulated.step_s == seconds['parents', how]
+  assert ('halo', True) in taken
+
+
+def test_layers_without_a_bound_never_run_by_halo():
+  """Nor where one of several kinds in the children's layout has none."""
+  costs = costs_of('two nodes', DENSE)
+  layers = tuple(dataclasses.replace(layer, halo_tokens=None) for layer in costs.layers)
+  unbounded = dataclasses.replace(costs, layers=(*costs.layers, layers[-1]))
+  assert costs.halo_tokens == 127 and unbounded.halo_tokens is None
+  for how in ('halo', 'auto'):
+    config = PlannerConfig(capacity_tokens=300, sparse_exchange=how)
+    plans = solve([2000, 300], unbounded, config).plans
+    assert (
+      plans == solve([2000, 300], unbounded, dataclasses.replace(config, sparse_exchange='ulysses')).plans
+    )
 
 
 @pytest.mark.parametrize('mode', MODES)

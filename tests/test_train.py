@@ -23,7 +23,7 @@ FIELDS = {
   'step', 'loss', 'grad_norm', 'lr', 'tokens', 'target_tokens', 'padding_fraction', 'tokens_per_s', 'step_s',
   'compile_s', 'plan_s', 'data_wait_s', 'imbalance', 'widest_parent', 'children', 'cross_node_bytes',
   'cross_node_bytes_disabled', 'compiles', 'mode', 'plan_digest', 'micro_batches', 'epoch', 'balance_loss',
-  'router_z_loss', 'dropped_assignments', 'predicted_s', 'predicted_s_disabled', 'solo_tokens',
+  'router_z_loss', 'dropped_assignments', 'predicted_s', 'predicted_s_disabled', 'solo_tokens', 'halo_micro_batches',
 }  # fmt: skip
 
 # Runs train.py and sends its own process signals once the record of a step is written and, if a path is

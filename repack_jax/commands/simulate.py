@@ -6,6 +6,9 @@
 The config names a file of lengths, the model and the cluster's rates. All times are simulated: they follow
 from those rates (repack_jax/predict/simulator.py says what is assumed). `bound` is computation alone, shared
 evenly by all ranks: no communication, no padding, no waiting.
+
+In all modes sparse layers exchange heads, as in the published system. Where `PlannerConfig.sparse_exchange`
+allows a halo instead, there are rows of that besides: `parents, halo` has no repacking.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from repack_jax.solver import SampleTooLong
 from repack_jax.solver.bounds import compute_bound_s
 from repack_jax.solver.compare import (
   BASELINE,
+  HALO_MODES,
   REDISTRIBUTE,
   SIMULATED_MODES,
   SOLVE_NO_SOLO,
@@ -49,7 +53,6 @@ WHAT_IF = {'what if: solve in 4 chunks': 4}
 # Layerwise Repacking as published, on the steps with SP16/32 parents: (step time in %, MFU in points). Its
 # solver knows no solo samples.
 PUBLISHED = {'repack': (-5.95, 3.75), SOLVE_NO_SOLO: (-7.61, 4.83)}
-ROWS = (*SIMULATED_MODES, *WHAT_IF, BOUND)
 
 
 class Tally:
@@ -85,16 +88,22 @@ class Played:
     crossing: steps of a mode in which its own parents cross nodes.
     programs: compiled programs of a mode, the most of any seed.
     own_s: seconds of all steps if each plan had a program of its own.
+    modes: those that are played.
   """
 
-  def __init__(self, run: RunConfig):
-    self.run = run
+  def __init__(self, run: RunConfig, modes: Sequence[str]):
+    self.run, self.modes = run, tuple(modes)
     self.wide: list[Tally] = []
     self.everything: list[Tally] = []
     self.widest: Counter[int] = Counter()
     self.crossing: Counter[str] = Counter()
     self.programs: Counter[str] = Counter()
     self.own_s: Counter[str] = Counter()
+
+  @property
+  def rows(self) -> tuple[str, ...]:
+    """Returns the rows of tables."""
+    return (*self.modes, *WHAT_IF, BOUND)
 
   def mean_s(self, tallies: Sequence[Tally], name: str) -> float:
     return sum(tally.step_s[name] for tally in tallies) / sum(tally.steps for tally in tallies)
@@ -117,22 +126,22 @@ class Played:
 
 def play(run: RunConfig) -> Played:
   """Returns the steps of all seeds, each mode on the programs that it would compile."""
-  played = Played(run)
-  costs, planner, simulator = model_costs(run.cluster, run.model), run.batch_planner, run.simulator
+  costs, simulator = model_costs(run.cluster, run.model), run.simulator
+  may_halo = run.planner.sparse_exchange != 'ulysses' and costs.halo_tokens is not None
+  planner = dataclasses.replace(run.batch_planner, sparse_exchange='ulysses')
+  played = Played(run, (*SIMULATED_MODES, *HALO_MODES) if may_halo else SIMULATED_MODES)
   file = read_lengths(simulator.lengths, run.data)
   total = simulator.seeds * simulator.steps
   with tqdm(total=total, unit='step', desc='simulating', disable=None) as bar:
     for seed in range(simulator.seed, simulator.seed + simulator.seeds):
       batches = length_batches(file, run.data, dataclasses.replace(simulator, seed=seed))
-      programs = {
-        mode: Programs(costs, config_of(planner, mode), simulator.steps) for mode in SIMULATED_MODES
-      }
+      programs = {mode: Programs(costs, config_of(planner, mode), simulator.steps) for mode in played.modes}
       played.wide.append(Tally())
       played.everything.append(Tally())
       for step in range(1, simulator.steps + 1):
         lengths = next(batches)
         try:
-          found = simulate_modes(lengths, costs, planner, SIMULATED_MODES)
+          found = simulate_modes(lengths, costs, planner, played.modes)
         except SampleTooLong as error:
           raise ConfigError(f'{simulator.lengths}: {error}') from None
         _add_step(played, costs, lengths, found, programs, step)
@@ -206,7 +215,7 @@ def comparison(played: Played) -> str:
     lines[0] += f'| {f"{title}: {steps} steps":<{44 if tallies is wide else 29}}'
   head = f'{"change":>9}{"spread":>7}{"MFU":>7}{"points":>7}'
   lines += [f'{"mode":<27}|{head}{"published":>15}|{head} |{"crossing":>9}{"programs":>9}{"lost":>6}']
-  for name in ROWS:
+  for name in played.rows:
     line = f'{name:<27}'
     for tallies, _ in groups:
       line += '|' + _cells(played, tallies, name)
@@ -236,16 +245,18 @@ MFU, and points of it against `parents`. crossing: steps in which the mode's own
 programs: that a run compiles, the most of any seed; lost: points of MFU that sharing them costs."""
 
 
-def causes(tallies: Sequence[Tally]) -> str:
-  """Returns a row a cause: seconds of a step in each mode, mean over ranks."""
-  names, steps = list(SIMULATED_MODES), sum(tally.steps for tally in tallies)
+def causes(tallies: Sequence[Tally], names: Sequence[str]) -> str:
+  """Returns a row a cause: seconds of a step in each of these modes, mean over ranks."""
+  steps, widths = sum(tally.steps for tally in tallies), [max(15, len(name) + 2) for name in names]
   tallies = [tally for tally in tallies if tally.steps]
-  lines = [f'{"seconds a step, mean of ranks":<30}' + ''.join(f'{name:>15}' for name in names)]
+  heads = (f'{name:>{width}}' for name, width in zip(names, widths, strict=True))
+  lines = [f'{"seconds a step, mean of ranks":<30}' + ''.join(heads)]
   for family in (COMPUTE, TRANSFER, WAIT):
     for cause in family:
       values = [sum(tally.causes_s[name][cause] for tally in tallies) / steps for name in names]
       if any(values):
-        lines.append(f'{cause:<30}' + ''.join(f'{value:>15.4f}' for value in values))
+        cells = (f'{value:>{width}.4f}' for value, width in zip(values, widths, strict=True))
+        lines.append(f'{cause:<30}' + ''.join(cells))
   return '\n'.join(lines)
 
 
@@ -259,7 +270,7 @@ def results(played: Played, tallies: Sequence[Tally]) -> dict[str, Any]:
       'mfu': played.mfu(tallies, name),
       'change_percent': played.changes(tallies, name),
     }
-    for name in ROWS
+    for name in played.rows
   }
 
 
@@ -279,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   print(f'\n{comparison(played)}\n\n{LEGEND}')
   for tallies, title in ((played.wide, 'where parents cross nodes'), (played.everything, 'all steps')):
     if any(tally.steps for tally in tallies):
-      print(f'\n{title}\n{causes(tallies)}')
+      print(f'\n{title}\n{causes(tallies, played.modes)}')
   if args.json:
     report = {
       'seeds': run.simulator.seeds,
@@ -289,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
       'all': results(played, played.everything),
       'programs': dict(played.programs),
       'crossing_steps': dict(played.crossing),
-      'lost_points': {mode: played.lost_points(mode) for mode in SIMULATED_MODES},
+      'lost_points': {mode: played.lost_points(mode) for mode in played.modes},
     }
     args.json.write_text(json.dumps(report, indent=2) + '\n')
 

@@ -18,16 +18,17 @@ from repack_jax.config.model import ModelConfig
 from repack_jax.exchange import reference
 from repack_jax.kinds import LAYER_SCOPES
 from repack_jax.parallel.xla_flags import DECOMPOSER
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, Plan
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, Plan, Program
 from repack_jax.predict import flops
+from repack_jax.predict.costs import halo_peers
 
-ATTENTION, EXPERTS, PARAMETERS, METADATA, OTHER = (
-  'attention exchange', 'expert exchange', 'parameters and sums', 'metadata', 'activations otherwise'
+ATTENTION, HALO, EXPERTS, PARAMETERS, METADATA, OTHER = (
+  'attention exchange', 'halo', 'expert exchange', 'parameters and sums', 'metadata', 'activations otherwise'
 )  # fmt: skip
 TOLERANCE = 0.05  # of bytes against the plan's
 # Of matrix products against the model's own count; a dense lowering of E experts does E / k times the work.
 MOST_FLOPS_RATIO = 1.15
-RAGGED = 'ragged-all-to-all'
+RAGGED, SHIFT = 'ragged-all-to-all', 'collective-permute'
 CORES = r'attention/(core|solo)'  # the scopes of attention cores, whose work follows the plan
 
 
@@ -74,6 +75,8 @@ def classify(collectives: Iterable[Collective], parameter_sizes: Iterable[int]) 
       purpose = METADATA
     elif collective.kind == RAGGED:
       purpose = EXPERTS if 'feed_forward' in scope else ATTENTION
+    elif collective.kind == SHIFT and 'attention/halo' in scope:
+      purpose = HALO
     else:
       stray = tuple(
         a for a in collective.results if not a.is_integer and not _is_parameter(a, sizes, collective, layout)
@@ -88,7 +91,7 @@ def _is_parameter(array: Array, sizes: np.ndarray, collective: Collective, layou
 
   XLA pads what it scatters by a few rows, and shifts those to where they belong with permutations.
   """
-  if not layout and collective.kind in ('all-reduce', 'collective-permute'):
+  if not layout and collective.kind in ('all-reduce', SHIFT):
     return True
   place = np.searchsorted(sizes, array.elements, side='right') - 1
   return bool(place >= 0 and array.elements <= 1.05 * sizes[place])
@@ -127,7 +130,7 @@ def table(found: Sequence[Found], ranks_per_node: int) -> list[dict[str, object]
     row['buffer_bytes'] += one.collective.times * sum(  # type: ignore[operator]
       array.elements * array.item_bytes for array in one.collective.results
     )
-  order = {purpose: i for i, purpose in enumerate((ATTENTION, EXPERTS, OTHER, PARAMETERS, METADATA))}
+  order = {purpose: i for i, purpose in enumerate((ATTENTION, HALO, EXPERTS, OTHER, PARAMETERS, METADATA))}
   return sorted(
     rows.values(),
     key=lambda r: (order[str(r['purpose'])], str(r['layer']), str(r['direction']) == 'backward'),
@@ -141,27 +144,32 @@ def spans_nodes(groups: Sequence[Sequence[int]], ranks_per_node: int) -> bool:
 # --- the rules ------------------------------------------------------------------------------------------
 
 
-def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan) -> list[Check]:
-  """Returns checks of the exchanges: two a layer and direction, children's inside nodes, none else."""
+def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan, program: Program) -> list[Check]:
+  """Returns checks of the exchanges: two a layer and direction, children's inside nodes, none else.
+
+  Of layers by halo instead a shift a hop and direction.
+  """
   checks = []
-  for purpose in (ATTENTION, EXPERTS):
-    layers_of = {layout: _layers(model, layout, purpose) for layout in LAYOUTS}
+  for purpose in (ATTENTION, HALO, EXPERTS):
+    each = program.halo_hops if purpose == HALO else 2
+    layers_of = {layout: _layers(model, layout, purpose, program) for layout in LAYOUTS}
     times: dict[tuple[str, str], int] = defaultdict(int)
     for one in found:
       if one.purpose == purpose:
         times[one.layout, one.direction] += one.collective.times
     expected = {
-      (layout, direction): 2 * layers
-      for layout, layers in layers_of.items() for direction in ('forward', 'backward') if layers
+      (layout, direction): each * layers
+      for layout, layers in layers_of.items() for direction in ('forward', 'backward') if each * layers
     }  # fmt: skip
-    if purpose == EXPERTS and not times:
+    if not times and (purpose == EXPERTS or not expected):
       continue
     text = ', '.join(
       f'{layout or "outside layers"} {direction} {n} of {expected.get((layout, direction), 0)}'
       for (layout, direction), n in sorted(times.items())
     )
+    what = f'{each} {SHIFT}' if purpose == HALO else f'two {RAGGED}'
     checks.append(Check(
-      f'two {RAGGED} a layer and direction: {purpose}', dict(times) == expected, text or 'none',
+      f'{what} a layer and direction: {purpose}', dict(times) == expected, text or 'none',
       'the compiler changed the exchange, or remat repeats it: see the table',
     ))  # fmt: skip
   own = [one for one in found if one.purpose == METADATA and 'all_to_all' in one.collective.scope
@@ -178,9 +186,9 @@ def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan) -> l
     "on GPU this is XLA's rewrite of ragged all-to-alls across hosts: leave "
     f'--{DECOMPOSER}=false in XLA_FLAGS',
   ))  # fmt: skip
-  if plan.span(CHILDREN) == plan.ranks_per_node:
+  if program.span(CHILDREN) == plan.ranks_per_node:
     exchanges = [
-      one for one in found if one.layout == CHILDREN and one.purpose in (ATTENTION, EXPERTS, OTHER)
+      one for one in found if one.layout == CHILDREN and one.purpose in (ATTENTION, HALO, EXPERTS, OTHER)
     ]
     outside = [one for one in exchanges if spans_nodes(one.collective.groups, plan.ranks_per_node)]
     checks.append(Check(
@@ -191,10 +199,13 @@ def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan) -> l
   return checks
 
 
-def _layers(model: ModelConfig, layout: str, purpose: str) -> int:
+def _layers(model: ModelConfig, layout: str, purpose: str, program: Program) -> int:
   """Layers of a layout that have this exchange."""
-  of_layout = [layer for layer, letter in enumerate(model.layer_kinds) if model.kind(letter).layout == layout]
-  return sum(purpose == ATTENTION or model.has_experts(layer) for layer in of_layout)
+  kinds = [(layer, model.kind(letter)) for layer, letter in enumerate(model.layer_kinds)]
+  of_layout = [(layer, kind) for layer, kind in kinds if kind.layout == layout]
+  if purpose == EXPERTS:
+    return sum(model.has_experts(layer) for layer, _ in of_layout)
+  return sum((kind.halo_slots(program) is not None) == (purpose == HALO) for _, kind in of_layout)
 
 
 class Moved(NamedTuple):
@@ -220,21 +231,33 @@ def plan_bytes(plan: Plan, model: ModelConfig) -> dict[tuple[str, str], Moved]:
   return moved
 
 
+def halo_bytes(plan: Plan, model: ModelConfig, program: Program) -> Moved:
+  """Returns what all layers by halo shift, both passes: the program's slots, whatever is in them."""
+  near, across = (int(peers.sum()) for peers in halo_peers(plan, program))
+  slots = [model.kind(letter).halo_slots(program) for letter in model.layer_kinds]
+  one = sum(min(n, program.capacity_tokens) for n in slots if n is not None) * model.wire.halo_bytes
+  return Moved(2.0 * one * (near + across), 2.0 * one * across)
+
+
 def byte_checks(
-  found: Sequence[Found], model: ModelConfig, plan: Plan, buffer_rows: dict[tuple[str, str], int]
+  found: Sequence[Found],
+  model: ModelConfig,
+  plan: Plan,
+  program: Program,
+  buffer_rows: dict[tuple[str, str], int],
 ) -> list[Check]:
   """Returns checks that the bytes which the compiled operations move are the plan's.
 
   A ragged all-to-all moves the rows that its sizes say, of the length that the layout gives them; any other
-  collective moves all of its arrays.
+  collective moves all of its arrays, a halo's from each rank that sends one.
 
   Args:
     buffer_rows: rows of the buffer that each (layout, site) receives into: it tells the sites apart.
   """
   own = plan_bytes(plan, model)
-  wanted = np.zeros(2)
+  wanted = np.array(halo_bytes(plan, model, program))
   for (layout, _), bytes_moved in own.items():
-    wanted += 2 * _layers(model, layout, ATTENTION) * np.array(bytes_moved)
+    wanted += 2 * _layers(model, layout, ATTENTION, program) * np.array(bytes_moved)
   compiled = np.zeros(2)
   padded = set()
   for one in found:
@@ -249,6 +272,11 @@ def byte_checks(
       compiled += one.collective.times * np.array([total, cross]) * taken / held
       if taken != held:
         padded.add(f'rows of {held} bytes take {taken}')
+    if one.purpose == HALO:
+      pairs = one.collective.groups
+      across = sum(source // plan.ranks_per_node != target // plan.ranks_per_node for source, target in pairs)
+      sent = sum(array.elements * array.item_bytes for array in one.collective.results)
+      compiled += one.collective.times * sent * np.array([len(pairs), across])
     for array in one.stray:
       compiled += one.collective.times * np.array(_moved(one.collective, array, plan))
   checks = []

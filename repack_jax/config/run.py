@@ -29,7 +29,10 @@ WAYS = {
   'solve': ('static', 'parents', 'repack', 'solve', 'parents_solo', 'solve_solo'),
 }
 _SOLO_WAYS = ('parents_solo', 'solve_solo')
+# The same for plans whose layers in the children's layout run by halo: these need no children of their own.
+HALO_WAYS = {'static': 'static_halo', 'parents': 'parents_halo', 'parents_solo': 'parents_solo_halo'}
 MODES = tuple(WAYS)
+SPARSE_EXCHANGES = ('ulysses', 'halo', 'auto')
 STDLIB = 'stdlib'
 MOST_GROUP_TOKENS = 2**31 - 1  # slots of a group: positions in its stream are int32 on devices
 MOST_BATCH_TOKENS = 2**31 - 1  # an expert's share of them is counted in int32 there
@@ -107,6 +110,10 @@ class PlannerConfig:
       children inside the parents) or `solve` (all of that, and parents chosen for what their children can
       reach).
     solo: whether `solve` may put short samples alone on a rank.
+    sparse_exchange: how layers in the children's layout get what they need from other ranks: `ulysses` (heads
+      of all tokens, inside a child), `halo` (the last keys and values of the rank before, where all such
+      layers have a bounded reach and no halo comes from too many ranks; else as `ulysses`) or `auto` (of
+      both, for each plan, what is predicted to be faster).
     capacity_tokens: token slots of a rank at most.
     capacity_step_tokens: a plan has as many slots a rank as its fullest rank needs, rounded up to a multiple
       of this. 0 always takes `capacity_tokens`, so that plans differ in no slots and share programs.
@@ -121,6 +128,7 @@ class PlannerConfig:
 
   mode: str = 'solve'
   solo: bool = True
+  sparse_exchange: str = 'ulysses'
   capacity_tokens: int = 512
   capacity_step_tokens: int = 0
   compile_s: float = 120.0
@@ -130,7 +138,7 @@ class PlannerConfig:
 
   def __post_init__(self) -> None:
     check_types(self)
-    check_choice(self, mode=MODES)
+    check_choice(self, mode=MODES, sparse_exchange=SPARSE_EXCHANGES)
     check_min(self, 1, 'capacity_tokens', 'lookahead_steps')
     check_min(self, 0, 'capacity_step_tokens', 'compile_s')
     require(
@@ -142,10 +150,17 @@ class PlannerConfig:
       'PlannerConfig.static_sp_degree', self.static_sp_degree, 'must be 0 or a power of two',
     )  # fmt: skip
 
-  def ways(self) -> tuple[str, ...]:
-    """Returns the ways to lay out samples that the mode may choose from."""
+  def ways(self, can_halo: bool = True) -> tuple[str, ...]:
+    """Returns the ways to lay out samples that the mode may choose from.
+
+    Args:
+      can_halo: whether the layers in the children's layout can run by halo (`Costs.halo_tokens`).
+    """
     left_out = _SOLO_WAYS if self.mode == 'solve' and not self.solo else ()
-    return tuple(way for way in WAYS[self.mode] if way not in left_out)
+    ways = tuple(way for way in WAYS[self.mode] if way not in left_out)
+    by_halo = tuple(HALO_WAYS[way] for way in ways if way in HALO_WAYS)
+    sparse_exchange = self.sparse_exchange if can_halo else 'ulysses'
+    return {'ulysses': ways, 'halo': by_halo, 'auto': ways + by_halo}[sparse_exchange]
 
   def smallest_degree(self, degrees: Sequence[int], longest_tokens: int) -> int:
     """Returns the smallest of these SP degrees, which ascend, whose group holds the longest sample."""

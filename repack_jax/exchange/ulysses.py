@@ -1,4 +1,4 @@
-"""Attention of one layer over a group of ranks: dispatch, core, combine.
+"""Attention of one layer over a group of ranks by the exchange of heads: dispatch, core, combine.
 
 Axis legend as in `collectives.py`. The core runs under a `lax.switch` on the rank's SP degree, so ranks
 of different degrees share one program. It is a `custom_vjp` of its own on the flat rows: differentiating
@@ -8,7 +8,6 @@ the switch would save the residuals of every branch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,59 +16,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from repack_jax.exchange.collectives import (
   Exchange,
-  choose_exchange,
   combine,
   dispatch,
   join_rows,
   split_heads,
 )
 from repack_jax.kinds import LayerKind
-from repack_jax.ops.attention import KEPT, AttentionCase, AttentionImpl, attend, choose_attention
-from repack_jax.plan.arrays import PADDING_SEGMENT, PlanArrays, Route
-from repack_jax.plan.plan import Program
-
-
-def repacked_attention(
-  kind: LayerKind,
-  q: jax.Array,
-  k: jax.Array,
-  v: jax.Array,
-  batch: PlanArrays,
-  program: Program,
-  axes: Sequence[str],
-  attention: AttentionImpl | None = None,
-  exchange: str | None = None,
-) -> jax.Array:
-  """Returns the attention of a layer of this kind, [T, H, D], by a plan. Call it inside `shard_map`.
-
-  Over the rank's group for what it holds of the group's stream, and on the rank alone for its solo samples.
-  Padding slots are zero in the result and inert. Exactly two exchanges forward and two backward.
-
-  Args:
-    q, k, v: of the rank's own token slots, [T, H, D] and [T, K, D] of one dtype.
-    batch: the rank's own arrays of the plan, without the axis of ranks (`pack`).
-    program: what the arrays were packed for.
-    axes: mesh axes of a domain, major to minor, in which ranks are numbered.
-    attention: what computes the core; by default what `auto` takes on JAX's default platform.
-    exchange: `ragged` or `dense`; by default likewise.
-
-  Raises:
-    PlanError: where the program's exchanges span other ranks than the mesh has.
-  """
-  platform = jax.default_backend()
-  exchange = exchange or choose_exchange('auto', platform)
-  if attention is None:
-    lone = AttentionCase.of(q, k, kind)
-    cases = [lone.at_degree(degree) for degree in program.degrees(kind.layout)]
-    attention = choose_attention('auto', platform, cases)
-  wire = kind.wire(q.shape[1], k.shape[1], q.shape[2], q.dtype.name)
-  sizes = {axis: lax.axis_size(axis) for axis in axes}
-  ex = Exchange.of_program(program, kind.layout, wire, axes, sizes, exchange)
-  route = batch.route(kind.layout)
-  out = ulysses_attention(ex, attention, kind, (q, k, v), route)
-  if program.has_solo:  # each part is zero on the other's rows
-    out = out + solo_attention(attention, kind, (q, k, v), batch.segments, route)
-  return out
+from repack_jax.ops.attention import KEPT, AttentionImpl, attend
+from repack_jax.plan.arrays import PADDING_SEGMENT, Route
 
 
 def ulysses_attention(

@@ -30,6 +30,8 @@ from repack_jax.plan.wire import Wire
 PARENTS, CHILDREN = 'parents', 'children'
 LAYOUTS = (PARENTS, CHILDREN)
 SOLO = 'solo'
+# A halo comes from this many ranks at most; where a plan would need more, its layers exchange heads.
+MOST_HALO_HOPS = 4
 
 
 class PlanError(ValueError):
@@ -45,6 +47,8 @@ class Program(NamedTuple):
     capacity_tokens: token slots of a rank.
     row_tokens: ranks hold multiples of so many slots of their group's stream (`Plan.row_tokens`).
     has_solo: whether there is a core for solo samples.
+    halo_tokens: as in `Plan`; None where all layers exchange heads.
+    halo_hops: how many ranks ahead of it a rank gets the tokens of its halo from, at most.
   """
 
   parents_span: int
@@ -53,6 +57,8 @@ class Program(NamedTuple):
   capacity_tokens: int
   row_tokens: int
   has_solo: bool
+  halo_tokens: int | None = None
+  halo_hops: int = 0
 
   def span(self, layout: str) -> int:
     """Returns the ranks that the exchanges of a layout span."""
@@ -62,6 +68,19 @@ class Program(NamedTuple):
     """Returns the SP degrees that the program knows in a layout, 1, 2, 4, ... ascending."""
     widest = min(self.widest_degree, self.span(layout))
     return tuple(1 << i for i in range(widest.bit_length()))
+
+  def halo_slots(self, layout: str, halo_tokens: int | None) -> int | None:
+    """Returns the slots of the halo that layers have; None where they exchange heads.
+
+    Args:
+      layout: that they run in.
+      halo_tokens: that their queries see ahead of their own at most; None for no bound.
+    """
+    if layout != CHILDREN or self.halo_tokens is None or halo_tokens is None:
+      return None
+    if halo_tokens > self.halo_tokens:  # the hops were counted for less
+      return None
+    return min(halo_tokens, self.halo_hops * self.capacity_tokens)
 
   def serves(self, plan: Plan) -> bool:
     """Returns whether this program can run the plan."""
@@ -96,6 +115,12 @@ class Program(NamedTuple):
       )
     if plan.solo and not self.has_solo:
       raise PlanError('this plan has solo samples; the program has no core for them: make one with has_solo')
+    hops = 0 if self.halo_tokens is None else plan.halo_hops(self.halo_tokens)
+    if hops > self.halo_hops:
+      raise PlanError(
+        f'in this plan halos of {self.halo_tokens} tokens come from {hops} ranks; the program knows '
+        f"{self.halo_hops}. Make the program from this plan, or plan with sparse_exchange = 'ulysses'"
+      )
 
 
 @dataclass(frozen=True, order=True)
@@ -153,6 +178,8 @@ class Plan:
       and no child.
     row_tokens: a child's ranks hold multiples of so many slots, so that what they send fills whole rows on
       the wire (`Wire.row_tokens`). The slots past a child's last token are padding.
+    halo_tokens: layers in the children's layout run by halo, each rank on its own tokens, with so many more
+      at most that come ahead of them in its child's stream; None where they exchange heads as all others do.
   """
 
   sample_ids: tuple[int, ...]
@@ -166,6 +193,7 @@ class Plan:
   ranks_per_node: int
   solo: tuple[Group, ...] = ()
   row_tokens: int = 1
+  halo_tokens: int | None = None
 
   @cached_property
   def sample_tokens(self) -> np.ndarray:
@@ -203,6 +231,24 @@ class Plan:
     """Returns the slots that each rank's share of its child's stream takes, whole rows: int64 [num_ranks]."""
     return -(-self.shared_tokens // self.row_tokens) * self.row_tokens
 
+  def halo_hops(self, halo_tokens: int) -> int:
+    """Returns how many ranks ahead of it a rank gets its halo from, at most.
+
+    A halo has no more than `halo_tokens`, and none of another sample than the rank's first token.
+    """
+    starts = np.cumsum(self.shared_tokens) - self.shared_tokens  # of all children's streams, end to end
+    first = np.array([child.first_rank for child in self.children], np.int64)
+    samples, _ = self._members[CHILDREN]
+    begins = np.cumsum(self.sample_tokens[samples]) - self.sample_tokens[samples]
+    holding = np.flatnonzero(self.shared_tokens)
+    if not holding.size:
+      return 0
+    own = starts[holding]
+    sample_start = begins[np.searchsorted(begins, own, side='right') - 1]
+    reached = np.searchsorted(starts, np.maximum(sample_start, own - halo_tokens), side='right') - 1
+    assert (reached >= first[np.searchsorted(first, holding, side='right') - 1]).all()
+    return int((holding - reached).max())
+
   def with_slots(self, step_tokens: int) -> Plan:
     """Returns the plan with as many slots a rank as its fullest needs, in multiples of `step_tokens`.
 
@@ -217,6 +263,10 @@ class Plan:
   def with_samples(self, sample_ids: Sequence[int]) -> Plan:
     """Returns the plan for other samples of the same lengths."""
     return self._with(sample_ids=tuple(sample_ids))
+
+  def with_halo(self, halo_tokens: int | None) -> Plan:
+    """Returns the plan with layers in the children's layout run by halo, or without."""
+    return self if halo_tokens == self.halo_tokens else self._with(halo_tokens=halo_tokens)
 
   def with_mode(self, mode: str) -> Plan:
     """Returns the plan as one of another mode."""
@@ -238,6 +288,10 @@ class Plan:
     """Returns each group's sum of its samples' values, [samples] -> float64 [groups]; exact below 2 ** 53."""
     samples, of = self._members[layout]
     return np.bincount(of, values[samples], len(self.groups(layout)))
+
+  def members(self, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the samples of a layout's groups (or the solo ones), in order, and the group of each: int64."""
+    return self._members[layout]
 
   @cached_property
   def _members(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -279,7 +333,7 @@ class Plan:
     """
     program = Program(
       self.span(PARENTS), self.span(CHILDREN), widest_degree, self.capacity_tokens, self.row_tokens,
-      bool(self.solo),
+      bool(self.solo), self.halo_tokens, 0 if self.halo_tokens is None else self.halo_hops(self.halo_tokens),
     )  # fmt: skip
     program.check(self)
     return program
@@ -305,6 +359,8 @@ class Plan:
     for groups in (self.parents, self.children, self.solo):
       parts.append([n for group in groups for n in (group.first_rank, group.size, len(group.samples))])
       parts.append([s for group in groups for s in group.samples])
+    if self.halo_tokens is not None:
+      parts.append([self.halo_tokens])
     for part in parts:
       digest.update(np.array((len(part), *part), '<i8').tobytes())
     return digest.hexdigest()[:16]
@@ -354,6 +410,10 @@ class Plan:
         lines += [self._row('  child', child) for child in inside]
     if empty:
       lines.append(f'{f"in no group: {empty} ranks":<28}')
+    if self.halo_tokens is not None:
+      hops = self.halo_hops(self.halo_tokens)
+      ranks = f'{hops} rank{"" if hops == 1 else "s"}'
+      lines.append(f"children's layers by halo: up to {self.halo_tokens} tokens of the {ranks} before")
     if self.solo:
       lengths = [self.lengths[s] for group in self.solo for s in group.samples]
       most = int((self.rank_tokens - self.shared_tokens).max())

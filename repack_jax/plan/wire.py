@@ -66,6 +66,11 @@ class Wire:
     """Returns the bytes a token sends to one rank of its group in both sites of a layer, forward pass."""
     return (self.dispatch_heads(degree) + self.combine_heads(degree)) * self.head_dim * self.itemsize
 
+  @property
+  def halo_bytes(self) -> int:
+    """Returns the bytes of a token's operands but its queries: what a halo carries of it."""
+    return sum(self.operand_heads[1:]) * self.head_dim * self.itemsize
+
   def row_tokens(self, widest: int, row_bytes: int) -> int:
     """Returns the least power of two of tokens that send each peer whole rows of `row_bytes`.
 

@@ -69,6 +69,7 @@ def model_costs(cluster: ClusterConfig, model: ModelConfig) -> Costs:
       has_experts=model.has_experts(layer),
       gather_s=collective_s(own * itemsize, routed * itemsize, table),
       reduce_s=collective_s(own * GRADIENT_BYTES, routed * GRADIENT_BYTES, table),
+      halo_tokens=kind.halo_tokens,
     )
 
   hidden_bytes = model.d_model * itemsize

@@ -17,7 +17,7 @@ import numpy as np
 from repack_jax.checks import check_choice, require
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.config.run import PlannerConfig, allowed_sp_degrees
-from repack_jax.plan.plan import LAYOUTS, Plan
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, Plan, Program
 from repack_jax.plan.wire import Wire
 
 # Two products forward, five backward, since the scores are computed again (Dao et al. 2022).
@@ -39,6 +39,8 @@ class LayerCosts:
     routed_s: per token, its experts, which a node's ranks share where `Costs.expert_ranks` says so.
     has_experts: whether its experts exchange tokens.
     gather_s, reduce_s: collecting its parameters, and summing up their gradients.
+    halo_tokens: how many tokens before its own a query sees at most, whatever its sample
+      (`LayerKind.halo_tokens`): what a halo has to hold. None for no bound.
   """
 
   layout: str
@@ -49,6 +51,7 @@ class LayerCosts:
   has_experts: bool = False
   gather_s: float = 0.0
   reduce_s: float = 0.0
+  halo_tokens: int | None = None
 
   def __post_init__(self) -> None:
     check_choice(self, layout=LAYOUTS)
@@ -112,6 +115,16 @@ class Costs:
   def sorts(self) -> dict[LayerCosts, int]:
     """Returns each sort of layer, and how many there are, in the order of their first layers."""
     return dict(Counter(self.layers))
+
+  @cached_property
+  def halo_tokens(self) -> int | None:
+    """Returns the tokens of the longest halo of the layers in the children's layout.
+
+    None where one of them has no bound, or there are none: these layers can't run by halo.
+    """
+    needed = [layer.halo_tokens for layer in self.layers if layer.layout == CHILDREN]
+    bounded = [tokens for tokens in needed if tokens is not None]
+    return max(bounded) if bounded and len(bounded) == len(needed) else None
 
   def layers_in(self, layout: str) -> int:
     """Returns how many layers run in a layout."""
@@ -178,19 +191,51 @@ class Costs:
     latency_s = np.where(wide, cluster.inter_node_latency_s, cluster.intra_node_latency_s)
     return np.where(ranks > 1, latency_s + (ranks - 1) * cluster.peer_latency_s, 0.0)
 
-  def cross_node_bytes(self, plan: Plan) -> int:
+  def cross_node_bytes(self, plan: Plan, program: Program | None = None) -> int:
     """Returns bytes that the attention exchanges of all layers send between nodes, both passes, all ranks.
 
     An aligned group of P ranks covers whole nodes or lies in one, so each token has
     `max(0, P - ranks_per_node)` peers in other nodes. Exchanges of spread experts never leave a node.
+
+    Args:
+      program: what runs the plan; by default one made for it.
     """
+    program = program or plan.program(max(map(plan.widest, LAYOUTS)))
     total = 0
-    for layout in LAYOUTS:
-      placement = plan.placement(layout)
-      peers = np.maximum(0, placement.size - plan.ranks_per_node)
-      sent = placement.slots * peers * self.wire.bytes_per_peer(placement.size)
-      total += 2 * self.layers_in(layout) * sum(sent.tolist())  # which can't wrap around
+    for layer, count in self.sorts.items():
+      if (halo_slots := program.halo_slots(layer.layout, layer.halo_tokens)) is not None:
+        _, across = halo_peers(plan, program)
+        sent = across * self.halo_bytes(program, halo_slots)
+      else:
+        placement = plan.placement(layer.layout)
+        peers = np.maximum(0, placement.size - plan.ranks_per_node)
+        sent = placement.slots * peers * self.wire.bytes_per_peer(placement.size)
+      total += 2 * count * sum(sent.tolist())  # which can't wrap around
     return total
+
+  def halo_bytes(self, program: Program, halo_slots: int) -> int:
+    """Returns what a rank sends in one hop of a halo of so many slots: static, whatever it holds."""
+    return min(halo_slots, program.capacity_tokens) * self.wire.halo_bytes
+
+
+def halo_peers(plan: Plan, program: Program, ahead: bool = False) -> tuple[np.ndarray, np.ndarray]:
+  """Returns with how many ranks of its node, and of other nodes, each shares a halo: int64 [num_ranks] each.
+
+  A rank shifts its last tokens to the next `halo_hops` of the program's span, whether these are of its group
+  or not.
+
+  Args:
+    ahead: those that it gets from, rather than those that it sends to.
+  """
+  span, rank = program.span(CHILDREN), np.arange(plan.num_ranks)
+  near, across = np.zeros(plan.num_ranks, np.int64), np.zeros(plan.num_ranks, np.int64)
+  for hop in range(1, program.halo_hops + 1):
+    peer = rank - hop if ahead else rank + hop
+    inside = peer // span == rank // span
+    crosses = rank // plan.ranks_per_node != peer // plan.ranks_per_node
+    near += inside & ~crosses
+    across += inside & crosses
+  return near, across
 
 
 def link_s(

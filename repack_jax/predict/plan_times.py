@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.plan.plan import LAYOUTS, PARENTS, SOLO, Plan, Program
-from repack_jax.predict.costs import Costs, LayerCosts, OfLengths, link_s
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, SOLO, Plan, Program
+from repack_jax.predict.costs import Costs, LayerCosts, OfLengths, halo_peers, link_s
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,35 @@ class Core:
   """An attention core, float64 [num_ranks].
 
   Attributes:
-    group_s: of what the rank's group holds; equal within a group.
+    group_s: of what the rank's group holds, equal within a group; by halo, of the rank's share of it.
     solo_s: of the rank's solo samples.
   """
 
   group_s: np.ndarray
   solo_s: np.ndarray
+
+
+@dataclass(frozen=True)
+class Halo:
+  """What a pass of a layer by halo shifts from rank to rank.
+
+  Attributes:
+    hops: ranks before and behind a rank that it waits for.
+    span: ranks that shift to each other: all, whatever their groups, since that is compiled in.
+    seconds: of all hops, float64 [num_ranks].
+    sent: bytes.
+  """
+
+  hops: int
+  span: int
+  seconds: np.ndarray
+  sent: Traffic
+
+  def slowest(self, values: np.ndarray) -> np.ndarray:
+    """Returns the largest value of a rank and of those that it waits for, [num_ranks] -> [num_ranks]."""
+    of_span = np.pad(values.reshape(-1, self.span), ((0, 0), (self.hops, self.hops)), constant_values=-np.inf)
+    shifted = [of_span[:, hop : hop + self.span] for hop in range(2 * self.hops + 1)]
+    return np.max(shifted, axis=0).reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,8 @@ class LayoutTimes:
     routed_tokens: tokens whose experts' work is the rank's.
     expert_exchange_s: one of the experts' two exchanges; equal within a node.
     attention, experts: bytes of both exchanges of either.
+    halos: where layers run by halo, what they shift, by their `halo_tokens`. Then exchanges take and send
+      nothing.
     move_s, move: a redistribution pass into or out of this layer's layout, where there is one; bytes are the
       mean of both, of which a step has as many.
   """
@@ -95,6 +120,7 @@ class LayoutTimes:
   expert_exchange_s: np.ndarray
   attention: Traffic
   experts: Traffic
+  halos: dict[int, Halo] = dataclasses.field(default_factory=dict)
   move_s: np.ndarray | None = None
   move: Traffic | None = None
 
@@ -110,6 +136,11 @@ class PlanTimes:
     """Returns the attention core of a layer."""
     return self.layouts[layer.layout].cores[layer.attention_s]
 
+  def halo(self, layer: LayerCosts) -> Halo | None:
+    """Returns what a layer shifts; None where it exchanges heads."""
+    halos = self.layouts[layer.layout].halos
+    return halos[layer.halo_tokens] if halos and layer.halo_tokens is not None else None
+
 
 def plan_times(
   plan: Plan, costs: Costs, program: Program | None = None, redistribute: bool = False
@@ -122,6 +153,8 @@ def plan_times(
   """
   program = program or plan.program(max(map(plan.widest, LAYOUTS)))
   layouts = {layout: _layout_times(plan, costs, program, layout, plan.shared_tokens) for layout in LAYOUTS}
+  if costs.halo_tokens is not None and program.halo_slots(CHILDREN, costs.halo_tokens) is not None:
+    layouts[CHILDREN] = _by_halo(plan, costs, program, layouts[CHILDREN])
   assert not (redistribute and plan.solo), 'only plans of mode repack can be redistributed'
   if redistribute and plan.parents != plan.children:
     layouts[PARENTS] = _redistributed(plan, costs, program)
@@ -142,6 +175,57 @@ def _cores(plan: Plan, costs: Costs, layout: str, group_of: np.ndarray) -> dict[
     solo_s[[group.first_rank for group in plan.solo]] = plan.group_sums(SOLO, work_s)
     cores[attention_s] = Core((plan.group_sums(layout, work_s) / size)[group_of], solo_s)
   return cores
+
+
+def _by_halo(plan: Plan, costs: Costs, program: Program, times: LayoutTimes) -> LayoutTimes:
+  """The times of layers in the children's layout where these run by halo: each rank on its own tokens."""
+  cluster, zeros = costs.cluster, np.zeros(plan.num_ranks)
+  sent_near, sent_across = halo_peers(plan, program)
+  near, across = map(np.maximum, (sent_near, sent_across), halo_peers(plan, program, ahead=True))
+  latency_s = near * cluster.intra_node_latency_s + across * cluster.inter_node_latency_s
+  latency_s = latency_s + (near + across) * cluster.peer_latency_s
+
+  def halo(halo_tokens: int) -> Halo:
+    slots = program.halo_slots(CHILDREN, halo_tokens)
+    assert slots is not None
+    one_bytes = costs.halo_bytes(program, slots)
+    seconds = np.maximum(
+      near * one_bytes / cluster.intra_node_bytes_per_s, across * one_bytes / cluster.inter_node_bytes_per_s
+    )
+    sent = Traffic(sent_near * float(one_bytes), sent_across * float(one_bytes))
+    return Halo(program.halo_hops, program.span(CHILDREN), latency_s + seconds, sent)
+
+  needed = {layer.halo_tokens for layer in costs.sorts if layer.layout == CHILDREN}
+  return dataclasses.replace(
+    times,
+    cores={
+      attention_s: Core(_share_s(plan, attention_s), core.solo_s) for attention_s, core in times.cores.items()
+    },
+    crosses=across > 0,
+    dispatch_s=zeros,
+    combine_s=zeros,
+    attention=Traffic(zeros, zeros),
+    halos={tokens: halo(tokens) for tokens in needed if tokens is not None},
+  )
+
+
+def _share_s(plan: Plan, attention_s: OfLengths) -> np.ndarray:
+  """Seconds of the attention core of what each rank holds of its child's stream, float64 [num_ranks].
+
+  What queries do depends on their place in their sample: a run of it takes what it takes up to the run's end,
+  less what it takes up to the run's start.
+  """
+  samples, _ = plan.members(CHILDREN)
+  if not len(samples):
+    return np.zeros(plan.num_ranks)
+  lengths = plan.sample_tokens[samples]
+  ends, whole_s = np.cumsum(lengths), np.cumsum(attention_s(lengths))
+  edges = np.concatenate([[0], np.cumsum(plan.shared_tokens)])
+  sample = np.minimum(np.searchsorted(ends, edges, side='right'), len(samples) - 1)
+  into = edges - (ends - lengths)[sample]
+  before_s = np.concatenate([[0.0], whole_s[:-1]])[sample]
+  until_s = before_s + np.where(into > 0, attention_s(np.maximum(into, 1)), 0.0)
+  return np.maximum(np.diff(until_s), 0.0)
 
 
 def _layout_times(plan: Plan, costs: Costs, program: Program, layout: str, shared: np.ndarray) -> LayoutTimes:
@@ -264,7 +348,10 @@ def _layer_s(times: PlanTimes, costs: Costs, layer: LayerCosts, backward: bool) 
   of_core = costs.attention_backward if backward else 1.0
   attention = of.dispatch_s + of_core * core.group_s
   solo = of_core * core.solo_s
-  if costs.cluster.exchange_meets == 'span':
+  halo = times.halo(layer)
+  if halo is not None:
+    attention = attention + solo + (0.0 if backward else halo.seconds)
+  elif costs.cluster.exchange_meets == 'span':
     attention = of.meets.max(attention + solo) + of.combine_s
   else:
     attention = attention + of.combine_s + solo
@@ -272,7 +359,9 @@ def _layer_s(times: PlanTimes, costs: Costs, layer: LayerCosts, backward: bool) 
   if layer.has_experts:
     experts = 2 * of.expert_exchange_s + linear * of.routed_tokens * layer.routed_s
   # Projections run on all slots, so ranks reach each meeting at the same time but for the exchanges' own.
-  if backward:
+  if backward and halo is not None:  # gradients are shifted back behind the core
+    both = halo.slowest(experts + attention) + halo.seconds
+  elif backward:
     both = of.meets.max(experts) + attention
   else:
     meets = costs.expert_ranks > 1 and layer.has_experts

@@ -15,7 +15,7 @@ import numpy as np
 from repack_jax.plan.plan import CHILDREN, PARENTS, Plan, Program
 from repack_jax.predict.costs import Costs, LayerCosts
 from repack_jax.predict.flops import TRAIN_OVER_FORWARD
-from repack_jax.predict.plan_times import LayoutTimes, PlanTimes, Tiling, plan_times
+from repack_jax.predict.plan_times import Halo, LayoutTimes, PlanTimes, Tiling, plan_times
 
 # What a rank does with its time. Compute, then exchanges and parameters, then waiting for others.
 ATTENTION = {PARENTS: "parents' attention", CHILDREN: "children's attention"}
@@ -301,6 +301,10 @@ class _Player:
     attention, exchange = ATTENTION[layer.layout], EXCHANGE[layer.layout]
     core_s = core_factor * core.group_s
     solo_s = core_factor * core.solo_s
+    halo = times.halo(layer)
+    if halo is not None:
+      self._halo(of, layer, halo, core_s + solo_s)
+      return
     self.meet(f'wait: {exchange}', of.meets)
     if self.exchange_chunks == 1:
       self._exchange(exchange, of, of.dispatch_s)
@@ -321,6 +325,20 @@ class _Player:
       self.work(exchange, longest + (core_s + sites_s - longest) / chunks - core_s)
       self.work(attention, solo_s)
     self._count(exchange, of.attention.intra, of.attention.inter)
+
+  def _halo(self, of: LayoutTimes, layer: LayerCosts, halo: Halo, core_s: np.ndarray) -> None:
+    """A layer by halo: keys and values are shifted ahead of the core, their gradients behind it.
+
+    A rank waits for its neighbours, who must both be there.
+    """
+    attention, exchange = ATTENTION[layer.layout], EXCHANGE[layer.layout]
+    if self.backward:
+      self.work(attention, core_s)
+    self.add(f'wait: {exchange}', halo.slowest(self.clock) - self.clock)
+    self._exchange(exchange, of, halo.seconds)
+    if not self.backward:
+      self.work(attention, core_s)
+    self._count(exchange, halo.sent.intra, halo.sent.inter)
 
   def _exchange(self, cause: str, of: LayoutTimes, seconds: np.ndarray) -> None:
     """One site. Between nodes it shares the link with the collectives of parameters that run meanwhile."""

@@ -11,6 +11,7 @@ from repack_jax.config import weights
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.config.model import ModelConfig
 from repack_jax.config.run import PlannerConfig, allowed_sp_degrees
+from repack_jax.plan.plan import CHILDREN, MOST_HALO_HOPS
 from repack_jax.plan.wire import DTYPE_BYTES
 
 GRADIENT_BYTES = 4  # of a weight, float32 whatever the compute dtype
@@ -61,12 +62,18 @@ def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfi
   # Elements that a token has: before dispatch, behind it with all peers, and in the core's result.
   operands, result = sum(wire.operand_heads) * wire.head_dim, wire.result_heads * wire.head_dim
   rows = wire.dispatch_heads(widest) * widest * wire.head_dim
+  # By halo, keys and values stand once more behind those that a rank gets; not all plans run so.
+  halo = _halo_elements(model, planner)
   k = model.experts_per_token if model.num_experts else 0
   received = 2 * k * model.d_model if expert_ranks(model, cluster) > 1 else 0
 
+  def moved(layer: int) -> int:
+    """Returns elements of a token behind dispatch, or with its share of a halo."""
+    return max(rows, halo.get(model.layer_kinds[layer], 0))
+
   def all_of(layer: int) -> int:
     """Returns elements a token leaves in a layer that keeps everything."""
-    attention = 2 * model.d_model + operands + rows + 2 * result
+    attention = 2 * model.d_model + operands + moved(layer) + 2 * result
     if not model.has_experts(layer):
       return attention + model.d_model + 3 * model.dense_width
     routed = k * (model.d_model + 3 * model.expert_width) + received
@@ -76,8 +83,10 @@ def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfi
   if model.remat == 'none':
     kept = sum(all_of(layer) for layer in layers)
   else:
-    exchanged = model.d_model + rows + result
-    kept = sum(exchanged + (received if model.has_experts(layer) else 0) for layer in layers)
+    kept = sum(
+      model.d_model + moved(layer) + result + (received if model.has_experts(layer) else 0)
+      for layer in layers
+    )
     kept += max(all_of(layer) for layer in layers)
   of_layers = [layer_parameters(model, layer) for layer in layers]
   gathered = max(of.own for of in of_layers)
@@ -93,3 +102,17 @@ def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfi
     'exchange_buffers_bytes': 2 * max(rows, received) * tokens * itemsize,
     'logits_bytes': 3 * 4 * tokens * min(model.loss_vocab_chunk, model.vocab_size),
   }
+
+
+def _halo_elements(model: ModelConfig, planner: PlannerConfig) -> dict[str, int]:
+  """Keys and values that a rank works on in a layer by halo, elements a token slot, by letters of kinds."""
+  if planner.sparse_exchange == 'ulysses':
+    return {}
+  tokens, own = planner.capacity_tokens, sum(model.wire.operand_heads[1:]) * model.wire.head_dim
+  kinds = {letter: model.kind(letter) for letter in dict.fromkeys(model.layer_kinds)}
+  halos = {
+    letter: min(kind.halo_tokens, MOST_HALO_HOPS * tokens)
+    for letter, kind in kinds.items()
+    if kind.layout == CHILDREN and kind.halo_tokens is not None
+  }
+  return {letter: own * -(-(tokens + halo) // tokens) for letter, halo in halos.items()}

@@ -96,6 +96,7 @@ def layout_data(plan: Plan, costs: Costs) -> Data:
   Returns, besides what the plan says of itself:
     parents, children: [first rank, size, number of samples] of each group.
     held, solo_held: blocks of tokens that each rank holds, of its child's stream and of solo samples.
+    halo: [tokens, ranks that they come from] at most, where layers in the children's layout run by halo.
     work, solo_work: blocks of seconds of the attention core of a layer in the parents' layout: of each
       parent, what every rank of it computes, and of each rank, what it computes of solo samples.
   """
@@ -110,6 +111,7 @@ def layout_data(plan: Plan, costs: Costs) -> Data:
     'children': [_group(group) for group in plan.children],
     'held': held,
     'solo_held': solo_held,
+    'halo': None if plan.halo_tokens is None else [plan.halo_tokens, plan.halo_hops(plan.halo_tokens)],
     'work': work,
     'solo_work': solo_work,
   }

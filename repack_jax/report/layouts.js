@@ -237,7 +237,10 @@ class Layout extends Rows {
       : `${plural(found.here, 'token')} here, of the rank's ${whole(total)}`;
     const name = `sample ${found.id}: ${plural(found.length, 'token')}`;
     if (found.solo) return showTip([name, here, `solo on ${where}`, exchangeText(found.length, 1)], event);
-    showTip([name, here, where, group, exchangeText(found.length, size)], event);
+    const exchange = this.ofParents
+      ? exchangeText(found.length, size)
+      : childExchangeText(shownBatch(), found.length, size);
+    showTip([name, here, where, group, exchange], event);
   }
 
   leave() {
@@ -253,6 +256,15 @@ function exchangeText(tokens, size) {
   if (!inside && !across) return 'takes part in no exchange';
   const far = across ? `, ${bytes(across)} of it to other nodes` : ', inside its node';
   return `exchanges ${bytes(inside + across)} in a layer's forward pass${far}`;
+}
+
+// The same of a layer in the children's layout, which may run by halo.
+function childExchangeText(batch, tokens, size) {
+  if (!batch.halo) return exchangeText(tokens, size);
+  const [most, ranks] = batch.halo;
+  if (!ranks || size === 1) return 'by halo, of which it needs none';
+  const from = ranks === 1 ? 'the rank before' : `the ${plural(ranks, 'rank')} before`;
+  return `by halo: each rank gets keys and values of up to ${plural(most, 'token')} from ${from}`;
 }
 
 // The longest rows of all cases, so that their pictures compare.
@@ -291,9 +303,10 @@ function sampleFacts(id) {
   const holders = batch.held.flatMap((flat, rank) => (has(flat) ? [rank] : []));
   const child = batch.children.find(([first, size]) => holders[0] >= first && holders[0] < first + size);
   const exchange = ([, size]) => exchangeText(batch.lengths[sample], size);
+  const ofChild = childExchangeText(batch, batch.lengths[sample], child[1]);
   return (
     `${plural(batch.lengths[sample], 'token')}. ` +
     `In the parents' layout: SP${parent[1]} on ${rankSpan(parent[0], parent[1])}, ${exchange(parent)}. ` +
-    `In the children's: SP${child[1]}, held by ${rankSpan(holders[0], holders.length)}, ${exchange(child)}.`
+    `In the children's: SP${child[1]}, held by ${rankSpan(holders[0], holders.length)}, ${ofChild}.`
   );
 }

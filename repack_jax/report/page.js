@@ -80,6 +80,11 @@ function showTiles() {
       percent(one.solo_tokens / one.tokens),
       `of tokens in ${plural(one.solo_samples, 'solo sample')}`,
     ]);
+  const halos = one.micro_batches.filter((batch) => batch.halo).length;
+  if (halos) {
+    const of = one.micro_batches.length > 1 ? ` of ${halos} of ${one.micro_batches.length} micro-batches` : '';
+    tiles.push(['by halo', `layers in the children's layout${of}`]);
+  }
   byId('tiles').replaceChildren(
     ...tiles.map(([value, name]) => {
       const tile = element('div');

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from repack_jax.config.run import PlannerConfig
+from repack_jax.plan.plan import CHILDREN
 from repack_jax.predict.costs import Costs, OfLengths
 
 
@@ -22,8 +23,9 @@ def lower_bound_s(lengths: Sequence[int] | np.ndarray, costs: Costs, config: Pla
   """Returns seconds below which no plans of a batch can be, by the simulator or by `predicted_s`, added up.
 
   Perfect balance of all work, and for each sample the cheapest exchange that its length and the capacity
-  allow; and nothing is faster than a rank of the slowest sample's groups at that sample's best SP degrees. No
-  latencies. Where all ranks meet at each layer, both hold layer by layer, which is tighter.
+  allow (none in layers that may run by halo); and nothing is faster than a rank of the slowest sample's
+  groups at that sample's best SP degrees. No latencies. Where all ranks meet at each layer, both hold layer
+  by layer, which is tighter.
   """
   lengths = np.asarray(lengths, np.int64)
   if not len(lengths):
@@ -33,8 +35,10 @@ def lower_bound_s(lengths: Sequence[int] | np.ndarray, costs: Costs, config: Pla
   both = 1 + costs.linear_backward
   own_s = tokens * costs.slot_s
   of_layer: list[tuple[float, np.ndarray]] = []  # (mean over ranks, each sample's fastest group)
+  may_halo = config.sparse_exchange != 'ulysses' and costs.halo_tokens is not None
   for layer in costs.layers:
-    mean_s, longest_s = _attention_bounds_s(lengths, costs, config, layer.attention_s)
+    by_halo = may_halo and layer.layout == CHILDREN
+    mean_s, longest_s = _attention_bounds_s(lengths, costs, config, layer.attention_s, by_halo)
     mean_s += tokens * both * layer.routed_s
     if layer.has_experts:
       mean_s += 4 * tokens * costs.expert_bytes_per_token / cluster.intra_node_bytes_per_s
@@ -46,10 +50,17 @@ def lower_bound_s(lengths: Sequence[int] | np.ndarray, costs: Costs, config: Pla
 
 
 def _attention_bounds_s(
-  lengths: np.ndarray, costs: Costs, config: PlannerConfig, attention_s: OfLengths
+  lengths: np.ndarray, costs: Costs, config: PlannerConfig, attention_s: OfLengths, by_halo: bool
 ) -> tuple[float, np.ndarray]:
-  """Attention and its exchanges in one layer, both passes: (mean over ranks, each sample's fastest group)."""
+  """Attention and its exchanges in one layer, both passes: (mean over ranks, each sample's fastest group).
+
+  Args:
+    by_halo: whether the layer may run by halo. Then a rank of a group has at least an even share of the
+      tokens but one, whatever these cost: nothing is said of the fastest group.
+  """
   core_s = (1 + costs.attention_backward) * attention_s(lengths)
+  if by_halo:
+    return float(core_s.sum()) / costs.cluster.num_ranks, np.zeros(len(lengths))
   cheapest, best = np.full(len(lengths), np.inf), np.full(len(lengths), np.inf)
   for degree in costs.degrees(config):
     fits = lengths <= degree * config.capacity_tokens

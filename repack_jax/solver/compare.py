@@ -18,11 +18,25 @@ SOLVE_NO_SOLO = 'solve, no solo'
 # What can be simulated. All but `redistribute`, which is what repacking avoids, can be run as well.
 SIMULATED_MODES = ('static', BASELINE, REDISTRIBUTE, 'repack', SOLVE_NO_SOLO, 'parents_solo', 'solve')
 
+# The same system with sparse layers by halo: without repacking, which these do not need, and the better of
+# both for each plan. Names of (mode, `PlannerConfig.sparse_exchange`).
+HALO_MODES = {
+  'parents, halo': (BASELINE, 'halo'),
+  'parents_solo, halo': ('parents_solo', 'halo'),
+  'solve, auto': ('solve', 'auto'),
+}
+
 Played = tuple[tuple[Plan, ...], Simulated]
 
 
 def config_of(planner: PlannerConfig, mode: str) -> PlannerConfig:
-  """Returns the config that makes the plans of one of `SIMULATED_MODES`; the rest is as in `planner`."""
+  """Returns the config that makes the plans of one of `SIMULATED_MODES` or `HALO_MODES`.
+
+  The rest is as in `planner`.
+  """
+  if mode in HALO_MODES:
+    own, sparse_exchange = HALO_MODES[mode]
+    return dataclasses.replace(planner, mode=own, sparse_exchange=sparse_exchange)
   if mode == SOLVE_NO_SOLO:
     return dataclasses.replace(planner, mode='solve', solo=False)
   return dataclasses.replace(planner, mode='repack' if mode == REDISTRIBUTE else mode)
@@ -35,10 +49,11 @@ def simulate_modes(
   modes: Sequence[str],
   spans: bool = False,
 ) -> dict[str, Played]:
-  """Returns a batch's plans in each of these `SIMULATED_MODES`, and the step as it is played.
+  """Returns a batch's plans in each of these modes, and the step as it is played.
 
   Args:
-    planner: all but the mode.
+    planner: all but the mode, and but how sparse layers exchange in `HALO_MODES`.
+    modes: of `SIMULATED_MODES` and `HALO_MODES`.
     spans: record every span of every rank, for pictures.
   """
   solutions = solve_modes(lengths, costs, planner, {mode: config_of(planner, mode) for mode in modes})

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 
-from repack_jax.config.run import PlannerConfig
+from repack_jax.config.run import HALO_WAYS, PlannerConfig
 from repack_jax.plan.plan import CHILDREN, PARENTS, Group
-from repack_jax.predict.costs import Costs
+from repack_jax.predict.costs import Costs, link_s
 from repack_jax.solver.improve import improve
 from repack_jax.solver.judge import most_tokens
 from repack_jax.solver.layout import lay_out, lay_out_solo
@@ -37,6 +37,7 @@ class Layouts:
     judged_s: the seconds that it is judged to take.
     most_tokens: of its fullest rank.
     wide_children: whether a child lies on several nodes.
+    by_halo: whether it was searched for layers by halo in the children's layout.
   """
 
   samples: np.ndarray
@@ -45,6 +46,7 @@ class Layouts:
   judged_s: float
   most_tokens: float
   wide_children: bool
+  by_halo: bool
 
   @cached_property
   def children(self) -> list[Group]:
@@ -84,10 +86,11 @@ class Layouts:
 
 
 class _Found(NamedTuple):
-  """A layout, and its judged seconds."""
+  """A layout, its judged seconds, and whether they are those of layers by halo."""
 
   layout: Layout
   seconds: float
+  by_halo: bool
 
 
 class _Bundled(NamedTuple):
@@ -130,28 +133,34 @@ class Domain:
     self._first_rank, self._widest = first_rank, costs.degrees(config)[-1]
     self._lengths, self._costs = lengths, costs
     self._problem = _problem(lengths[samples], config.capacity_tokens, costs)
-    # Small bundles and large ones by capacity, where no parents are given: ways share them.
-    self._bundles: dict[float, tuple[_Bundled, _Bundled]] = {}
+    # Small bundles and large ones where no parents are given, by capacity and whether layers run by halo:
+    # ways share them.
+    self._bundles: dict[tuple[float, bool], tuple[_Bundled, _Bundled]] = {}
 
   def layouts(self, ways: Iterable[str]) -> dict[str, Layouts]:
     """Returns the best layouts that were found in each of these ways; without those in which nothing fits."""
     parents: _Found | None = None
     found: dict[str, _Found | None] = {}
     for way in ways:
-      if way == 'static':
-        found[way] = self._static()
+      problem = self._problem
+      if way in HALO_WAYS.values():
+        problem = _by_halo(problem, self._costs)
+      if way in ('static', 'static_halo'):
+        found[way] = self._static(problem)
       elif way == 'parents':
-        found[way] = parents = self._search(self._problem, repack=False)
+        found[way] = parents = self._search(problem, repack=False)
+      elif way == 'parents_halo':
+        found[way] = self._search(problem, repack=False)
       elif way == 'repack':
         if parents:  # a parent can always be its own child
-          found[way] = self._search(self._problem, repack=True, given=parents.layout.parents)
-      elif way == 'parents_solo':
-        found[way] = self._with_solo(repack=False)
+          found[way] = self._search(problem, repack=True, given=parents.layout.parents)
+      elif way in ('parents_solo', 'parents_solo_halo'):
+        found[way] = self._with_solo(problem, repack=False)
       elif way == 'solve':
-        found[way] = self._search(self._problem, repack=True)
+        found[way] = self._search(problem, repack=True)
       else:
         assert way == 'solve_solo', f'{way}: no such way'
-        found[way] = self._with_solo(repack=True)
+        found[way] = self._with_solo(problem, repack=True)
     layouts: dict[bytes, Layouts] = {}  # ways that found the same share one
     return {way: self._layouts(of, layouts) for way, of in found.items() if of}
 
@@ -166,6 +175,8 @@ class Domain:
     place = np.searchsorted(samples, shared)
     capacity = int(self._problem.capacity) - (self._row_tokens - 1)  # as in `_with_solo`
     problem = _problem(self._lengths[samples], capacity, self._costs)
+    if layouts.by_halo:
+      problem = _by_halo(problem, self._costs)
     degree = np.zeros(len(samples), np.int64)
     degree[place] = 1
     parents, children = (
@@ -175,17 +186,17 @@ class Domain:
     if seconds == np.inf:
       return None
     seconds = improve(problem, False, _FEW_LAYOUTS, layout)
-    return Layouts(samples, layout, self._first_rank, seconds, most_tokens(layout), layouts.wide_children)
+    return replace(layouts, samples=samples, layout=layout, judged_s=seconds, most_tokens=most_tokens(layout))
 
-  def _static(self) -> _Found | None:
+  def _static(self, problem: Problem) -> _Found | None:
     degrees = np.full(len(self.samples), self._static_degree)
-    no_parents = empty_groups(self._problem.ranks, len(self.samples))
-    seconds, layout = lay_out(self._problem, False, False, True, Degrees(degrees, degrees), no_parents)
-    return _Found(layout, seconds) if seconds < np.inf else None
+    no_parents = empty_groups(problem.ranks, len(self.samples))
+    seconds, layout = lay_out(problem, False, False, True, Degrees(degrees, degrees), no_parents)
+    return _Found(layout, seconds, problem.by_halo) if seconds < np.inf else None
 
-  def _with_solo(self, repack: bool) -> _Found | None:
+  def _with_solo(self, problem: Problem, repack: bool) -> _Found | None:
     # The search counts tokens; rounding up a rank's share leaves that much less room for its solo samples.
-    problem = self._problem._replace(capacity=self._problem.capacity - (self._row_tokens - 1))
+    problem = problem._replace(capacity=problem.capacity - (self._row_tokens - 1))
     if self._problem.tokens.max(initial=0) > self._widest * problem.capacity:
       return None
     return self._search(problem, repack, use_solo=True)
@@ -216,25 +227,26 @@ class Domain:
     else:
       return None
     budget = _MANY_LAYOUTS if len(self.samples) <= FEW_SAMPLES else _FEW_LAYOUTS
-    return _Found(layout, improve(problem, given is not None, budget, layout))
+    return _Found(layout, improve(problem, given is not None, budget, layout), problem.by_halo)
 
   def _bundled(self, problem: Problem, given: Groups | None) -> tuple[_Bundled, _Bundled]:
     """Small bundles and large ones."""
     if given is not None:
       return _bundled(problem, given.of, _BUNDLES), _bundled(problem, given.of, _LARGE_BUNDLES)
-    if problem.capacity not in self._bundles:
-      self._bundles[problem.capacity] = (
-        _bundled(problem, None, _BUNDLES),
-        _bundled(problem, None, _LARGE_BUNDLES),
-      )
-    return self._bundles[problem.capacity]
+    key = problem.capacity, problem.by_halo
+    if key not in self._bundles:
+      self._bundles[key] = _bundled(problem, None, _BUNDLES), _bundled(problem, None, _LARGE_BUNDLES)
+    return self._bundles[key]
 
   def _layouts(self, found: _Found, known: dict[bytes, Layouts]) -> Layouts:
     parents, children, solo = layout = found.layout
     key = b''.join(part.tobytes() for part in (parents.size, parents.of, children.size, children.of, solo.of))
+    key += bytes([found.by_halo])
     if key not in known:
       wide = bool(children.size[: children.number[0]].max() > self._problem.node_ranks)
-      known[key] = Layouts(self.samples, layout, self._first_rank, found.seconds, most_tokens(layout), wide)
+      known[key] = Layouts(
+        self.samples, layout, self._first_rank, found.seconds, most_tokens(layout), wide, found.by_halo
+      )
     return known[key]
 
 
@@ -290,8 +302,19 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
     expert_exchange_s=expert_bytes / cluster.intra_node_bytes_per_s,
     parents_layers=parents_layers,
     children_layers=children_layers,
+    by_halo=False,
+    halo_s=0.0,
     all_meet=cluster.prefetch_layers == 0,
   )
+
+
+def _by_halo(problem: Problem, costs: Costs) -> Problem:
+  """The problem where the children's layers run by halo, of one hop across nodes where there are several."""
+  assert costs.halo_tokens is not None
+  cluster = costs.cluster
+  halo_bytes = min(costs.halo_tokens, problem.capacity) * costs.wire.halo_bytes
+  both_s = 2 * float(link_s(cluster, halo_bytes, halo_bytes * (cluster.nodes > 1), cluster.nodes > 1))
+  return problem._replace(by_halo=True, halo_s=both_s)
 
 
 def _bundled(problem: Problem, parent_of: np.ndarray | None, bundles: int) -> _Bundled:

@@ -42,15 +42,19 @@ def exact(
     limit_s: wall-clock seconds of the search.
 
   Raises:
-    ValueError: for several domains, another mode, rows of several tokens, exchanges that meet in their whole
-      span, no samples, or samples that do not fit one micro-batch, or were not made to within the limit;
-      SampleTooLong and PlanError as `solve`.
+    ValueError: for several domains, another mode, layers that may run by halo, rows of several tokens,
+      exchanges that meet in their whole span, no samples, or samples that do not fit one micro-batch, or were
+      not made to within the limit; SampleTooLong and PlanError as `solve`.
   """
   lengths = np.asarray(lengths, np.int64)
   if costs.cluster.domains != 1:
     raise ValueError(f'ClusterConfig.domains = {costs.cluster.domains}: exact plans are of one domain')
   if config.mode not in ('parents', 'solve'):
     raise ValueError(f"PlannerConfig.mode = {config.mode!r}: exact plans are of mode 'parents' or 'solve'")
+  if config.sparse_exchange != 'ulysses':
+    raise ValueError(
+      f"PlannerConfig.sparse_exchange = {config.sparse_exchange!r}: exact plans exchange heads; set 'ulysses'"
+    )
   row_bytes = costs.cluster.wire_row_bytes
   if costs.wire.row_tokens(costs.degrees(config)[-1], row_bytes) > 1:
     raise ValueError(

@@ -64,8 +64,8 @@ def _judge_groups(problem: Problem, layout: Layout) -> Judged:
   for c in range(children.number[0]):
     first, size = children.first[c], children.size[c]
     held = children.tokens[c] / size
-    seconds = children.work_s[c] / size
-    if size > 1:
+    seconds = children.work_s[c] / size + problem.halo_s
+    if size > 1 and not problem.by_halo:
       seconds += problem.latency_s[log2(size)] + held * even_exchange_s(problem, size)
     for r in range(first, first + size):
       n, tokens = problem.node_of[r], held + solo.tokens[r]
@@ -157,8 +157,8 @@ def _judge_spans(problem: Problem, layout: Layout) -> Judged:
     first, size = children.first[c], children.size[c]
     widest_child = max(widest_child, size)
     held = children.tokens[c] / size
-    core_s, second_s = children.work_s[c] / size, 0.0
-    if size > 1:
+    core_s, second_s = children.work_s[c] / size + problem.halo_s, 0.0
+    if size > 1 and not problem.by_halo:
       exchange_s = held * even_exchange_s(problem, size)
       second_s = exchange_s * problem.second_site[log2(size)]
       core_s += exchange_s - second_s
@@ -168,6 +168,8 @@ def _judge_spans(problem: Problem, layout: Layout) -> Judged:
       node_tokens[n] += tokens
       most_of_node[n] = max(most_of_node[n], tokens)
       first_s, then_s = core_s + solo.children_s[r], second_s + tokens * routed_s
+      if problem.by_halo:  # no meeting comes between
+        first_s, then_s = 0.0, first_s + then_s
       of_children.first[n] = max(of_children.first[n], first_s)
       of_children.then[n] = max(of_children.then[n], then_s)
       busy_s[r] = problem.children_layers * (first_s + then_s)
@@ -219,7 +221,8 @@ def _judge_spans(problem: Problem, layout: Layout) -> Judged:
   even_s += (tokens * tokens).sum() / (ranks * max(most_tokens, 1e-30)) * problem.own_s
   seconds = most_tokens * problem.own_s + both_s + EVENNESS * even_s
   seconds += problem.parents_layers * problem.span_latency_s[int(wide_parents)]
-  seconds += problem.children_layers * problem.span_latency_s[int(wide_children)]
+  if not problem.by_halo:
+    seconds += problem.children_layers * problem.span_latency_s[int(wide_children)]
   return Judged(seconds, (by_tokens, by_parents, by_children, by_both))
 
 

@@ -270,7 +270,7 @@ def _rank_work(problem: Problem, parents: Groups, children: Groups) -> tuple[np.
     first, size = children.first[c], children.size[c]
     tokens = children.tokens[c] / size
     seconds = children.work_s[c] / size
-    if size > 1:
+    if size > 1 and not problem.by_halo:
       seconds += tokens * even_exchange_s(problem, size)
     for r in range(first, first + size):
       held[r] = tokens

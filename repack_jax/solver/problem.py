@@ -40,6 +40,8 @@ class Problem(NamedTuple):
     routed_spread: whether the ranks of a node share the experts.
     expert_exchange_s: per token and layer, the experts' exchanges.
     parents_layers, children_layers: how many layers run in each layout.
+    by_halo: whether the children's layers run by halo: they exchange no heads, and nobody meets there.
+    halo_s: then, of a rank, all that a layer shifts.
     all_meet: whether all ranks of the domain meet at each layer, or only those that exchange.
   """
 
@@ -67,6 +69,8 @@ class Problem(NamedTuple):
   expert_exchange_s: float
   parents_layers: int
   children_layers: int
+  by_halo: bool
+  halo_s: float
   all_meet: bool
 
 

@@ -32,7 +32,7 @@ class Programs:
     self._costs, self._config, self._steps = costs, config, steps
     self._widest = costs.degrees(config)[-1]
     # A core for solo samples costs nothing where there are none, so it is in every program that may need it.
-    self._with_solo = any('solo' in way for way in config.ways())
+    self._with_solo = any('solo' in way for way in config.ways(costs.halo_tokens is not None))
     self._first_step: int | None = None
     self._saved_s: Counter[Program] = Counter()  # by programs that are not compiled
 
@@ -56,7 +56,9 @@ class Programs:
       a_step_s = self._saved_s[own] / (step - self._first_step + 1)
       if a_step_s * (self._steps - step + 1) <= self._config.compile_s:
         return best
-    if not serving:  # one that will also serve fuller plans
+    if not serving:  # one that will also serve fuller plans, and samples over two ranks
       own = own._replace(capacity_tokens=self._config.capacity_tokens)
+      if own.halo_tokens is not None:
+        own = own._replace(halo_hops=max(1, own.halo_hops))
     self.compiled.append(own)
     return own

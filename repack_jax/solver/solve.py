@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from repack_jax.config.run import WAYS, PlannerConfig
-from repack_jax.plan.plan import PARENTS, Plan, PlanError
+from repack_jax.plan.plan import MOST_HALO_HOPS, PARENTS, Plan, PlanError
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import Simulated, simulate
 from repack_jax.solver.bins import Items, equal_numbers, fill_up, micro_batches, spread
@@ -23,10 +23,20 @@ from repack_jax.solver.domain import Domain, Layouts
 T = TypeVar('T')
 
 BASELINE = 'parents'  # the mode that is the same system with repacking disabled
+_OF_BASELINE = ''  # the name of its steps, beside those of modes
 # More micro-batches than the capacity asks for are tried where there are at most so many samples a rank.
 _FEW_A_RANK = 2
-# The ways of every mode that a config can ask for, so that none misses a mixture that another one finds.
-_ALL_WAYS = (*WAYS.values(), PlannerConfig(solo=False).ways())
+# The ways of every mode that a config can ask for, so that none misses a mixture that another one finds. All
+# domains run by halo, or none: that is compiled in.
+_ALL_WAYS = tuple(
+  dict.fromkeys(
+    PlannerConfig(mode=mode, solo=solo, sparse_exchange=sparse_exchange).ways()
+    for sparse_exchange in ('ulysses', 'halo')
+    for mode in WAYS
+    for solo in (True, False)
+  )
+)
+_EVERY_WAY = PlannerConfig(mode='solve', sparse_exchange='auto').ways()
 # Tokens of a domain over the mean, at most, where solo samples even out seconds.
 _UNEVEN = (1.02, 1.04)
 # Above so many micro-batches, the first way to make them in which all fits is taken.
@@ -44,7 +54,8 @@ class Solution:
   Attributes:
     plans: one a micro-batch; every sample is in exactly one.
     simulated: the step that they make.
-    baseline_plans, baseline_simulated: the same of mode `parents`, with micro-batches of its own.
+    baseline_plans, baseline_simulated: the same of mode `parents`, with micro-batches of its own; its sparse
+      layers run by halo where the config allows that.
   """
 
   plans: tuple[Plan, ...]
@@ -78,14 +89,17 @@ def solve_modes(
   """Returns what `solve` does for each of several configs, by their names: each layout is searched once.
 
   Args:
-    config: what the configs share, all but `mode` and `solo`.
+    config: what the configs share, all but `mode`, `solo` and `sparse_exchange`, which the baseline has.
     modes: by any names.
   """
   lengths = np.asarray(lengths, np.int64)
   _check_lengths(lengths, costs.degrees(config)[-1], config.capacity_tokens)
   batch = _Batch(lengths, costs, config)
-  ways = {name: of.ways() for name, of in modes.items()}
-  steps = batch.steps({BASELINE: WAYS[BASELINE]} | {name: of for name, of in ways.items() if BASELINE in of})
+  can_halo = costs.halo_tokens is not None
+  ways = {name: of.ways(can_halo) for name, of in modes.items()}
+  of_baseline = replace(config, mode=BASELINE).ways(can_halo)
+  sharing = {name: of for name, of in ways.items() if set(of) >= set(of_baseline)}
+  steps = batch.steps({_OF_BASELINE: of_baseline} | sharing)
   for name, of in ways.items():
     if name not in steps:  # it may need other micro-batches than the baseline
       steps |= batch.steps({name: of})
@@ -94,7 +108,7 @@ def solve_modes(
     plans = tuple(found.plan.with_mode(mode) for found in step)
     return plans, step[0].simulated if len(step) == 1 else simulate(costs, plans)
 
-  baseline = made(steps[BASELINE], BASELINE)
+  baseline = made(steps[_OF_BASELINE], BASELINE)
   solutions = {}
   for name, of_mode in modes.items():
     plans, simulated = made(steps[name], of_mode.mode)
@@ -258,7 +272,7 @@ class _Batch:
         parts, range(0, self.cluster.num_ranks, self.cluster.domain_ranks), strict=True
       )
     ]
-    wanted = [way for way in WAYS['solve'] if any(way in of for of in ways.values())]
+    wanted = [way for way in _EVERY_WAY if any(way in of for of in ways.values())]
     found = _in_threads(lambda domain: domain.layouts(wanted), domains)
     # A child between nodes in one domain makes exchanges of all span nodes: with such ones, and without.
     in_nodes = [{way: layouts for way, layouts in of.items() if not layouts.wide_children} for of in found]
@@ -359,7 +373,11 @@ class _Batch:
       ranks_per_node=self.cluster.ranks_per_node,
       row_tokens=self.row_tokens,
     )
-    return plan.with_slots(self.config.capacity_step_tokens)
+    plan = plan.with_slots(self.config.capacity_step_tokens)
+    halo_tokens = self.costs.halo_tokens if layouts[0].by_halo else None
+    if halo_tokens is not None and plan.halo_hops(halo_tokens) <= MOST_HALO_HOPS:
+      return plan.with_halo(halo_tokens)
+    return plan
 
 
 def _in_threads(function: Callable[[Any], T], domains: Sequence[Any]) -> list[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -9,14 +10,14 @@ from jax.sharding import Mesh
 
 from repack_jax.checks import require
 from repack_jax.config.run import RunConfig
+from repack_jax.exchange.attention import repacked_attention
 from repack_jax.exchange.collectives import choose_exchange
-from repack_jax.exchange.ulysses import repacked_attention
 from repack_jax.kinds import LayerKind
 from repack_jax.ops.attention import AttentionCase, AttentionImpl, choose_attention
 from repack_jax.ops.grouped import choose_grouped
 from repack_jax.parallel.mesh import DOMAIN_AXES
 from repack_jax.plan.arrays import PlanArrays
-from repack_jax.plan.plan import Program
+from repack_jax.plan.plan import CHILDREN, MOST_HALO_HOPS, Program
 from repack_jax.predict.sizes import expert_ranks
 
 MOST_PREFETCHED_LAYERS = 1
@@ -61,13 +62,18 @@ class Implementations:
 
 
 def attention_cases(run: RunConfig) -> list[AttentionCase]:
-  """Returns whatever the layers may ask of an attention core: each kind at each SP degree."""
+  """Returns whatever the layers may ask of an attention core: each kind at each SP degree, and by halo."""
   model, tokens = run.model, run.planner.capacity_tokens
   heads = model.num_heads, model.num_kv_heads, model.head_dim
-  return [
-    AttentionCase(model.kind(letter), model.compute_dtype, tokens, *heads).at_degree(degree)
-    for letter in dict.fromkeys(model.layer_kinds)
-    for degree in run.sp_degrees
+  kinds = [model.kind(letter) for letter in dict.fromkeys(model.layer_kinds)]
+  alone = [AttentionCase(kind, model.compute_dtype, tokens, *heads) for kind in kinds]
+  cases = [lone.at_degree(degree) for lone in alone for degree in run.sp_degrees]
+  if run.planner.sparse_exchange == 'ulysses':
+    return cases
+  most = MOST_HALO_HOPS * tokens
+  halos = ((lone, lone.kind.halo_tokens) for lone in alone if lone.kind.layout == CHILDREN)
+  return cases + [
+    dataclasses.replace(lone, halo_tokens=min(halo, most)) for lone, halo in halos if halo is not None
   ]
 
 

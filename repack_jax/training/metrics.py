@@ -56,6 +56,7 @@ HOST_METRICS: dict[str, Callable[[StepDone], Any]] = {
   'widest_parent': lambda step: max(plan.widest(PARENTS) for plan in step.planned.plans),
   'children': _children,
   'solo_tokens': _solo_tokens,
+  'halo_micro_batches': lambda step: sum(of.halo_tokens is not None for of in step.planned.programs),
   'predicted_s': lambda step: step.planned.solution.simulated.step_s,
   'predicted_s_disabled': lambda step: step.planned.solution.baseline_simulated.step_s,
   'cross_node_bytes': lambda step: step.planned.cross_node_bytes,

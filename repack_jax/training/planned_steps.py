@@ -86,7 +86,7 @@ def planned_steps(
       arrays=arrays,
       target_tokens=sum(int((sample.targets != NO_TARGET).sum()) for sample in batch.samples),
       plan_s=plan_s,
-      cross_node_bytes=sum(map(costs.cross_node_bytes, solution.plans)),
+      cross_node_bytes=sum(map(costs.cross_node_bytes, solution.plans, programs)),
       cross_node_bytes_disabled=sum(map(costs.cross_node_bytes, solution.baseline_plans)),
     )
     call_hooks(hooks, planned.step, planned)

@@ -184,7 +184,8 @@ class TrainStep:
   def accumulate(self, state: TrainState, sums: Sums, program: Program, arrays: PlanArrays) -> Sums:
     """Returns `sums`, which is donated, with one micro-batch's gradients and losses added."""
     solo = ' and solo samples' if program.has_solo else ''
-    what = f'parents over {program.parents_span} ranks, children over {program.children_span}{solo}'
+    halo = '' if program.halo_tokens is None else ' by halo'
+    what = f'parents over {program.parents_span} ranks, children over {program.children_span}{halo}{solo}'
     with self._compiling(what, program):
       return self._accumulate(state.params, state.carry, sums, arrays, program=program)
 

@@ -1,12 +1,16 @@
 """The interface of packed attention.
 
-Axes: T tokens, h query heads, k key/value heads (k divides h), D head width.
+Axes: T tokens, S slots of keys (S - T slots of a halo, then the T tokens; mostly S = T), h query heads, k
+key/value heads (k divides h), D head width.
 
-Every implementation computes the same function. `segments [T]` holds each token's sample id: the tokens of
-a sample are one contiguous run, -1 marks padding, and ids need no order. A query attends to tokens of its own
-sample at or before its own place; to which of them is up to the kind of layer (`repack_jax/kinds.py`). Query
-head i reads key/value head `i // (h // k)`; scores are scaled by `1 / sqrt(D)`. Padding rows, whatever they
-hold (NaN included), give zero output and zero gradients and change nothing elsewhere.
+Every implementation computes the same function. `segments [S]` holds the sample id of each slot: the tokens
+of a sample are one contiguous run, -1 marks padding, and ids need no order. A query attends to tokens of its
+own sample at or before its own place; to which of them is up to the kind of layer (`repack_jax/kinds.py`).
+Queries are those of the last T slots. What comes ahead of these is a halo: keys and values alone, for queries
+that see further back than their own stretch of a stream. Places are counted over all S slots, and what is
+counted from a sample's first token is counted from the first of its run. Query head i reads key/value head `i
+// (h // k)`; scores are scaled by `1 / sqrt(D)`. Padding rows, whatever they hold (NaN included), give zero
+output and zero gradients and change nothing elsewhere.
 """
 
 from __future__ import annotations
@@ -94,9 +98,10 @@ class AttentionImpl:
     """Raises, as `attention` says, where the arguments do not fit together or are not served."""
     chex.assert_rank([q, k, v], 3)
     tokens, heads, width = q.shape
-    kv_heads = k.shape[1]
-    chex.assert_shape([k, v], (tokens, kv_heads, width))
-    chex.assert_shape(segments, (tokens,))
+    slots, kv_heads, _ = k.shape
+    chex.assert_shape([k, v], (slots, kv_heads, width))
+    chex.assert_shape(segments, (slots,))
+    assert slots >= tokens, f'{slots} slots of keys for {tokens} queries'
     chex.assert_equal(k.dtype, q.dtype)
     chex.assert_equal(v.dtype, q.dtype)
     if heads % kv_heads:
@@ -162,9 +167,9 @@ def attention(
 
   Args:
     q: queries, float [T, h, D].
-    k: keys, [T, k, D] of q's dtype.
-    v: values, [T, k, D] of q's dtype.
-    segments: int32 [T], see the top of this module.
+    k: keys, [S, k, D] of q's dtype.
+    v: values, [S, k, D] of q's dtype.
+    segments: int32 [S], see the top of this module.
     kind: what queries see.
     implementation: a name for `get_attention`.
 

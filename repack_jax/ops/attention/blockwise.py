@@ -1,7 +1,9 @@
 """Portable attention in tiles: pure JAX, memory linear in T, work that follows the samples.
 
-Axes: T tokens, h query heads, k key/value heads, g = h / k query heads a key/value head, D head width;
-N blocks of B tokens, and a tile is one query block against one key block.
+Axes: T tokens, S slots of keys (a halo, then the T tokens), h query heads, k key/value heads, g = h / k query
+heads a key/value head, D head width; N blocks of B slots, and a tile is one query block against one key
+block. Blocks are counted over all slots; query blocks begin behind the halo, which is rounded up to whole
+blocks.
 
 The forward pass is the online softmax of FlashAttention-2 (Dao 2023, algorithm 1); the backward pass rebuilds
 each tile's probabilities from the saved `lse` (algorithm 2). Because the tokens of a sample are one
@@ -9,6 +11,8 @@ contiguous run, what a query sees is one interval of keys that ends at itself, s
 a pair of bounds per block. The bounds are data: loops run from one to the other, and a new pack never
 recompiles.
 """
+
+from __future__ import annotations
 
 import dataclasses
 import math
@@ -119,11 +123,11 @@ def _to_blocks(x: chex.Array, valid: chex.Array, block: int, kv_heads: int) -> c
   return x.reshape(-1, kv_heads, heads // kv_heads * block, width)
 
 
-def _from_blocks(x: chex.Array, block: int, tokens: int) -> chex.Array:
-  """[N, k, g * B, D] to [T, k * g, D]."""
+def _from_blocks(x: chex.Array, block: int) -> chex.Array:
+  """[N, k, g * B, D] to [N * B, k * g, D]."""
   n, kv_heads, rows, width = x.shape
   x = x.reshape(n, kv_heads, rows // block, block, width).transpose(0, 3, 1, 2, 4)
-  return x.reshape(n * block, -1, width)[:tokens]
+  return x.reshape(n * block, -1, width)
 
 
 def _at(x: chex.Array, i: chex.Array) -> chex.Array:
@@ -141,13 +145,54 @@ def _mask(first_key: chex.Array, i: chex.Array, j: chex.Array, block: int, group
   return jnp.tile((key >= first_key[:, None]) & (key <= query[:, None]), (groups, 1))
 
 
-def _prepare(segments: chex.Array, kind: LayerKind):
-  """Pads T to whole blocks; returns `(block, valid bool [N * B], first_key int32 [N, B], Tiles)`."""
-  (tokens,) = segments.shape
-  block = block_tokens(tokens)
-  segments = jnp.pad(segments, (0, -tokens % block), constant_values=-1)
-  first_key, last_query = visible_intervals(segments, kind)
-  return block, segments >= 0, first_key.reshape(-1, block), tile_bounds(first_key, last_query, block)
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+  """The slots in whole blocks.
+
+  Attributes:
+    block: B.
+    front: padding ahead of a halo that fills no whole blocks.
+    halo: blocks of the halo, which have no queries.
+    kv_heads: k.
+    valid: bool [N * B].
+    first_key: int32 [N, B].
+    tiles: which of them hold work.
+  """
+
+  block: int
+  front: int
+  halo: int
+  kv_heads: int
+  valid: chex.Array
+  first_key: chex.Array
+  tiles: Tiles
+
+  @classmethod
+  def of(cls, q: chex.Array, k: chex.Array, segments: chex.Array, kind: LayerKind) -> _Blocks:
+    tokens, (slots, kv_heads, _) = q.shape[0], k.shape
+    block = block_tokens(tokens)
+    front = -(slots - tokens) % block
+    segments = jnp.pad(segments, (front, -tokens % block), constant_values=-1)
+    first_key, last_query = visible_intervals(segments, kind)
+    tiles = tile_bounds(first_key, last_query, block)
+    halo = (front + slots - tokens) // block
+    return cls(block, front, halo, kv_heads, segments >= 0, first_key.reshape(-1, block), tiles)
+
+  def of_queries(self, x: chex.Array) -> chex.Array:
+    """Returns [T, h, D] as [N - halo, k, g * B, D]."""
+    return _to_blocks(x, self.valid[self.halo * self.block :], self.block, self.kv_heads)
+
+  def of_keys(self, x: chex.Array) -> chex.Array:
+    """Returns [S, k, D] as [N, k, B, D]."""
+    return _to_blocks(jnp.pad(x, ((self.front, 0), (0, 0), (0, 0))), self.valid, self.block, self.kv_heads)
+
+  def to_queries(self, x: chex.Array, tokens: int) -> chex.Array:
+    """Returns what `of_queries` took."""
+    return _from_blocks(x, self.block)[:tokens]
+
+  def to_keys(self, x: chex.Array, slots: int) -> chex.Array:
+    """Returns what `of_keys` took."""
+    return _from_blocks(x, self.block)[self.front : self.front + slots]
 
 
 def forward(
@@ -155,19 +200,18 @@ def forward(
 ) -> tuple[chex.Array, chex.Array]:
   """Returns `(out [T, h, D] in q's dtype, lse float32 [T, h])`; see `api.AttentionImpl`."""
   tokens, heads, width = q.shape
-  kv_heads = k.shape[1]
-  block, valid, first_key, tiles = _prepare(segments, kind)
-  qb, kb, vb = (_to_blocks(x, valid, block, kv_heads) for x in (q, k, v))
+  of = _Blocks.of(q, k, segments, kind)
+  qb, kb, vb, tiles = of.of_queries(q), of.of_keys(k), of.of_keys(v), of.tiles
   scale = 1 / math.sqrt(width)
   rows = qb.shape[1:3]
 
   def query_block(i, carry):
-    q_i, first_i = _at(qb, i), _at(first_key, i)
+    q_i, first_i = _at(qb, i - of.halo), _at(of.first_key, i)
 
     def tile(j, state):
       acc, top, total = state
       scores = einsum('kqd,ksd->kqs', q_i, _at(kb, j)) * scale
-      scores = jnp.where(_mask(first_i, i, j, block, heads // kv_heads), scores, -jnp.inf)
+      scores = jnp.where(_mask(first_i, i, j, of.block, heads // of.kv_heads), scores, -jnp.inf)
       new_top = jnp.maximum(top, scores.max(-1))
       weights = jnp.exp(scores - new_top[..., None])
       keep = jnp.exp(top - new_top)
@@ -183,11 +227,12 @@ def forward(
     seen = total > 0  # padding rows have seen nothing
     total = jnp.where(seen, total, 1)
     out, lse = carry
-    return _put(out, acc / total[..., None], i), _put(lse, jnp.where(seen, top + jnp.log(total), 0), i)
+    lse_i = jnp.where(seen, top + jnp.log(total), 0)
+    return _put(out, acc / total[..., None], i - of.halo), _put(lse, lse_i, i - of.halo)
 
   start = jnp.zeros_like(qb), jnp.zeros(qb.shape[:3], jnp.float32)
-  out, lse = jax.lax.fori_loop(0, tiles.blocks, query_block, start)
-  return _from_blocks(out, block, tokens), _from_blocks(lse[..., None], block, tokens)[..., 0]
+  out, lse = jax.lax.fori_loop(of.halo, tiles.blocks, query_block, start)
+  return of.to_queries(out, tokens), of.to_queries(lse[..., None], tokens)[..., 0]
 
 
 def backward(
@@ -207,11 +252,10 @@ def backward(
   leading axis of a tile: XLA:CPU takes 2.5 times as long for that (measured, jax 0.10.2).
   """
   tokens, heads, width = q.shape
-  kv_heads = k.shape[1]
-  block, valid, first_key, tiles = _prepare(segments, kind)
-  qb, kb, vb, outb, doutb = (_to_blocks(x, valid, block, kv_heads) for x in (q, k, v, out, dout))
-  # Rows lie along the last axis from here on: lse and delta are [N, k, 1, g * B].
-  lseb = _to_blocks(lse[..., None], valid, block, kv_heads).swapaxes(2, 3)
+  of = _Blocks.of(q, k, segments, kind)
+  (qb, outb, doutb), (kb, vb), tiles = map(of.of_queries, (q, out, dout)), map(of.of_keys, (k, v)), of.tiles
+  # Rows lie along the last axis from here on: lse and delta are [N - halo, k, 1, g * B].
+  lseb = of.of_queries(lse[..., None]).swapaxes(2, 3)
   # The softmax's share of the gradient, one number a row: the sum over D of out * dout.
   delta = (outb.astype(jnp.float32) * doutb.astype(jnp.float32)).sum(-1)[:, :, None]
   scale = 1 / math.sqrt(width)
@@ -222,23 +266,24 @@ def backward(
 
     def tile(i, state):
       dq, dk_j, dv_j = state
-      q_i, dout_i = _at(qb, i), _at(doutb, i)
-      mask = _mask(_at(first_key, i), i, j, block, heads // kv_heads).T
+      row = i - of.halo
+      q_i, dout_i = _at(qb, row), _at(doutb, row)
+      mask = _mask(_at(of.first_key, i), i, j, of.block, heads // of.kv_heads).T
       scores = einsum('ksd,kqd->ksq', k_j, q_i) * scale
-      weights = jnp.where(mask, jnp.exp(scores - _at(lseb, i)), 0)
+      weights = jnp.where(mask, jnp.exp(scores - _at(lseb, row)), 0)
       dweights = einsum('ksd,kqd->ksq', v_j, dout_i)
-      dscores = (weights * (dweights - _at(delta, i)) * scale).astype(q.dtype)
+      dscores = (weights * (dweights - _at(delta, row)) * scale).astype(q.dtype)
       dv_j = dv_j + einsum('ksq,kqd->ksd', weights.astype(q.dtype), dout_i)
       dk_j = dk_j + einsum('ksq,kqd->ksd', dscores, q_i)
-      return _put(dq, _at(dq, i) + einsum('kds,ksq->kdq', k_j_t, dscores), i), dk_j, dv_j
+      return _put(dq, _at(dq, row) + einsum('kds,ksq->kdq', k_j_t, dscores), row), dk_j, dv_j
 
     dq, dk, dv = carry
     zero = jnp.zeros(k_j.shape, jnp.float32)
-    first, end = _at(tiles.query_first, j), _at(tiles.query_end, j)
+    first, end = jnp.maximum(_at(tiles.query_first, j), of.halo), _at(tiles.query_end, j)
     dq, dk_j, dv_j = jax.lax.fori_loop(first, end, tile, (dq, zero, zero))
     return dq, _put(dk, dk_j, j), _put(dv, dv_j, j)
 
   start = jnp.zeros(qb.swapaxes(2, 3).shape, jnp.float32), jnp.zeros_like(kb), jnp.zeros_like(vb)
   dq, dk, dv = jax.lax.fori_loop(0, tiles.blocks, key_block, start)
-  dq = dq.swapaxes(2, 3).astype(q.dtype)
-  return tuple(_from_blocks(x, block, tokens) for x in (dq, dk, dv))
+  dq = of.to_queries(dq.swapaxes(2, 3).astype(q.dtype), tokens)
+  return dq, of.to_keys(dk, k.shape[0]), of.to_keys(dv, k.shape[0])

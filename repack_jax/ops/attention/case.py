@@ -14,8 +14,9 @@ class AttentionCase:
   Attributes:
     kind: what queries see.
     dtype: of queries, keys and values, by name: 'bfloat16'.
-    tokens: T, of the stream.
+    tokens: T, of the stream: its queries.
     heads, kv_heads, head_dim: h, k and D.
+    halo_tokens: S - T, slots of keys and values alone that come ahead of them.
   """
 
   kind: LayerKind
@@ -24,12 +25,18 @@ class AttentionCase:
   heads: int
   kv_heads: int
   head_dim: int
+  halo_tokens: int = 0
+
+  @property
+  def slots(self) -> int:
+    """Returns S, the slots of keys and values."""
+    return self.halo_tokens + self.tokens
 
   @classmethod
   def of(cls, q: Array, k: Array, kind: LayerKind) -> AttentionCase:
-    """Returns the case of q [T, h, D] and k [T, k, D]."""
+    """Returns the case of q [T, h, D] and k [S, k, D]."""
     tokens, heads, head_dim = q.shape
-    return cls(kind, q.dtype.name, tokens, heads, k.shape[1], head_dim)
+    return cls(kind, q.dtype.name, tokens, heads, k.shape[1], head_dim, k.shape[0] - tokens)
 
   def at_degree(self, degree: int) -> AttentionCase:
     """Returns what a rank in a group of `degree` ranks is asked for, where this is what a lone rank is."""

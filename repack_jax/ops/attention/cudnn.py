@@ -16,6 +16,9 @@ shorter samples, goes round as often as it takes where they are more than S. So 
 
 Chunked attention is full attention inside each chunk: there, chunks take the place of samples.
 
+Calls have as many queries as keys. A halo, keys without queries, therefore gets queries of its own whose
+results are dropped: where T queries see W keys each, a share of (W - 1) / T more work at most.
+
 A call sees the tokens as [T' / M, M, h, D] and not as [1, T', h, D], since it takes M from the shape; offsets
 count from the first element of all, so sequences lie across those rows as they like.
 
@@ -54,6 +57,8 @@ _HEAD_DIM_MULTIPLE = 8
 # What XLA and JAX ask of a GPU for the packed layout: Hopper.
 _LEAST_CAPABILITY = (9, 0)
 _ELEMENT_TYPES = {'bfloat16': 'BF16', 'float16': 'F16'}
+# Logarithm of a row's sum that leaves no score a weight: of a halo's queries in the backward pass.
+_NO_WEIGHT = 1e30
 _MAX_ELEMENTS = 2**31 - 1  # offsets are int32
 _KINDS: tuple[type[LayerKind], ...] = (FullAttention, SlidingWindowAttention, ChunkedAttention)
 
@@ -121,10 +126,10 @@ def why_not(case: AttentionCase) -> str | None:
     return (
       f'for head widths that are multiples of {_HEAD_DIM_MULTIPLE} up to {_MAX_HEAD_DIM}, not {case.head_dim}'
     )
-  if buckets(case.tokens)[0] * case.heads * case.head_dim > _MAX_ELEMENTS:
+  if buckets(case.slots)[0] * case.heads * case.head_dim > _MAX_ELEMENTS:
     return (
       'for what it can count in 32 bits: queries of '
-      f'{case.tokens} tokens x {case.heads} heads x {case.head_dim} are too many elements'
+      f'{case.slots} tokens x {case.heads} heads x {case.head_dim} are too many elements'
     )
   return _why_not_device(_local_gpu_capability())
 
@@ -232,9 +237,10 @@ def forward(
   q: chex.Array, k: chex.Array, v: chex.Array, segments: chex.Array, kind: LayerKind
 ) -> tuple[chex.Array, chex.Array]:
   """Returns `(out [T, h, D] in q's dtype, lse float32 [T, h])`; see `api.AttentionImpl`."""
-  tokens = segments.shape[0]
+  tokens, halo = segments.shape[0], k.shape[0] - q.shape[0]
   padded, all_buckets = buckets(tokens)
   segments = jnp.pad(segments, (0, padded - tokens), constant_values=-1)
+  q = _behind_halo(q, halo)
   q, k, v = (_masked_pad(x, segments) for x in (q, k, v))
 
   def body(bucket, sequences, carry):
@@ -247,7 +253,7 @@ def forward(
 
   start = jnp.zeros_like(q), jnp.zeros(q.shape[:2], jnp.float32)
   out, lse = _all_rounds(all_buckets, find_runs(segments, kind), body, start)
-  return out[:tokens], lse[:tokens]
+  return out[halo:tokens], lse[halo:tokens]
 
 
 def backward(
@@ -261,11 +267,12 @@ def backward(
   dout: chex.Array,
 ) -> tuple[chex.Array, chex.Array, chex.Array]:
   """Returns `(dq, dk, dv)`, each like its input; see `api.AttentionImpl`."""
-  tokens = segments.shape[0]
+  tokens, halo = segments.shape[0], k.shape[0] - q.shape[0]
   padded, all_buckets = buckets(tokens)
   segments = jnp.pad(segments, (0, padded - tokens), constant_values=-1)
+  q, out, dout = (_behind_halo(x, halo) for x in (q, out, dout))
   q, k, v, out, dout = (_masked_pad(x, segments) for x in (q, k, v, out, dout))
-  lse = jnp.pad(lse, ((0, padded - tokens), (0, 0)))
+  lse = jnp.pad(_behind_halo(lse, halo, _NO_WEIGHT), ((0, padded - tokens), (0, 0)))
 
   def body(bucket, sequences, carry):
     call = _Call.of(bucket, q, k, kind)
@@ -275,7 +282,8 @@ def backward(
     return tuple(jnp.where(served, x, old) for x, old in zip(new, carry, strict=True))
 
   start = tuple(map(jnp.zeros_like, (q, k, v)))
-  return tuple(x[:tokens] for x in _all_rounds(all_buckets, find_runs(segments, kind), body, start))
+  dq, dk, dv = _all_rounds(all_buckets, find_runs(segments, kind), body, start)
+  return dq[halo:tokens], dk[:tokens], dv[:tokens]
 
 
 def _all_rounds(all_buckets: tuple[Bucket, ...], runs: Runs, body: Callable, carry: tuple) -> tuple:
@@ -295,6 +303,11 @@ def _window_tokens(kind: LayerKind, tokens: int) -> int:
   if isinstance(kind, SlidingWindowAttention) and kind.window_tokens < tokens:
     return kind.window_tokens
   return 0
+
+
+def _behind_halo(x: chex.Array, halo: int, value: float = 0.0) -> chex.Array:
+  """[T, ...] to [S, ...], of this value at the queries of a halo."""
+  return jnp.pad(x, ((halo, 0), *[(0, 0)] * (x.ndim - 1)), constant_values=value)
 
 
 def _masked_pad(x: chex.Array, segments: chex.Array) -> chex.Array:

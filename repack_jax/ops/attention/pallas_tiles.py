@@ -1,6 +1,7 @@
 """Which tiles the TPU kernels of packed attention work on: their sizes, and lists of them made from segments.
 
-Axes as in `pallas_tpu`: T tokens (T' padded to whole key blocks), g query heads that a kernel takes at once,
+Axes as in `pallas_tpu`: T tokens, S slots of keys (S' in whole key blocks, of which queries have the last
+T'), g query heads that a kernel takes at once,
 R rows of a query block, D head width, L tiles in a list.
 """
 
@@ -61,6 +62,7 @@ class Geometry:
     parts: parts that a list is cut into; a chip of two cores runs them side by side.
     scale: what scores are multiplied by.
     precision: of matrix products.
+    halo: S' - T', slots of keys ahead of the first query: whole query blocks.
   """
 
   blocks: Blocks
@@ -69,6 +71,7 @@ class Geometry:
   parts: int
   scale: float
   precision: jax.lax.Precision
+  halo: int
 
   @property
   def rows(self) -> int:
@@ -80,13 +83,14 @@ class Geometry:
 class Lists:
   """What the kernels hold in scalar memory, int32; in a kernel, references to it.
 
-  The list is sorted by its *major* blocks, query blocks or key blocks; each has at least one tile.
+  The list is sorted by its *major* blocks, query blocks or key blocks; each has at least one tile. Query
+  blocks are counted from the first that has queries.
 
   Attributes:
     tiles: [L], `major << 16 | minor`.
     first, last: [major blocks], the minor block of the first and of the last tile.
     cuts: [parts + 1], where each part of the list begins, and where the last one ends.
-    lowest, highest: [query blocks], smallest and largest first key of the rows; T' for padding.
+    lowest, highest: [query blocks], smallest and largest first key of the rows; S' for padding.
   """
 
   tiles: chex.Array
@@ -110,22 +114,27 @@ def choose_blocks(case: AttentionCase) -> Blocks | None:
   None where that of the largest tiles does not fit either.
   """
   weight, groups = _row_weight(case), heads_at_once(case)
-  longest = _power_of_two(2 * max(case.tokens, LANES) - 1)  # one block of this many holds all tokens
+  longest = _power_of_two(2 * max(case.slots, LANES) - 1)  # one block of this many holds all tokens
   for rows, keys in _SIZES:
     query = min(longest, max(LANES, _power_of_two(rows // weight // groups)))
     key = min(longest, max(query, _power_of_two(keys // weight)))
-    tiles = max_tiles(case.tokens, query, key, case.kind)
-    if tiles <= _MAX_TILES and case.tokens // query < 1 << (BLOCK_BITS - 1):
+    tiles = max_tiles(case.slots, query, key, case.kind, case.halo_tokens)
+    if tiles <= _MAX_TILES and case.slots // query < 1 << (BLOCK_BITS - 1):
       steps = (_power_of_two(n // weight // (groups * query)) for n in (_FORWARD_SCORES, _BACKWARD_SCORES))
       return Blocks(query, key, *(min(key, max(LANES, step)) for step in steps))
   return None
 
 
-def max_tiles(tokens: int, query: int, key: int, kind: LayerKind) -> int:
-  """Returns a bound on the tiles that T tokens touch, in blocks of `query` and `key` tokens."""
-  reach = kind.reach_tokens(tokens)
-  blocks = -(-tokens // key) * (key // query)
-  return sum(i * query // key + 1 - max(0, i * query - reach) // key for i in range(blocks))
+def max_tiles(slots: int, query: int, key: int, kind: LayerKind, halo: int = 0) -> int:
+  """Returns a bound on the tiles that S slots touch, `halo` of them without queries.
+
+  In blocks of `query` and `key` slots. Key blocks of a halo that no query sees have a tile too.
+  """
+  reach, front = kind.reach_tokens(slots), -halo % query
+  blocks = -(-(front + slots) // key) * (key // query)
+  first = (front + halo) // query
+  tiles = sum(i * query // key + 1 - max(0, i * query - reach) // key for i in range(first, blocks))
+  return tiles + first * query // key
 
 
 def _power_of_two(n: int) -> int:
@@ -147,32 +156,43 @@ def geometry_of(case: AttentionCase, blocks: Blocks | None = None) -> Geometry:
   parts = 2 if case.heads // groups % 2 and case.tokens > blocks.key else 1
   precision = jax.lax.Precision.HIGHEST if case.dtype == 'float32' else jax.lax.Precision.DEFAULT
   splits = case.heads // case.kv_heads // groups
-  return Geometry(blocks, groups, splits, parts, 1 / math.sqrt(case.head_dim), precision)
+  halo = -(-case.halo_tokens // blocks.query) * blocks.query
+  return Geometry(blocks, groups, splits, parts, 1 / math.sqrt(case.head_dim), precision, halo)
 
 
 def tile_lists(
-  segments: chex.Array, kind: LayerKind, geometry: Geometry
+  segments: chex.Array, tokens: int, kind: LayerKind, geometry: Geometry
 ) -> tuple[chex.Array, chex.Array, Lists, Lists]:
-  """Returns `(valid bool [T'], first_key int32 [query blocks, 1, Blocks.query], Lists by query, by key)`."""
+  """Returns `(valid bool [S'], first_key int32 [query blocks, 1, Blocks.query], Lists by query, by key)`.
+
+  Args:
+    segments: int32 [S].
+    tokens: T.
+  """
   query, key = geometry.blocks.query, geometry.blocks.key
-  (tokens,) = segments.shape
-  segments = jnp.pad(segments, (0, -tokens % key), constant_values=-1)
+  (slots,) = segments.shape
+  front, skipped = geometry.halo - (slots - tokens), geometry.halo // query
+  segments = jnp.pad(segments, (front, -(front + slots) % key), constant_values=-1)
   valid, padded = segments >= 0, segments.shape[0]
   first_key, last_query = visible_intervals(segments, kind)
   place = jnp.arange(padded, dtype=jnp.int32)
-  limit = max_tiles(tokens, query, key, kind)
+  limit = max_tiles(slots, query, key, kind, slots - tokens)
 
   # Queries have keys up to their own block, keys have queries from their own place on. A block that meets
   # nothing still has a tile, without work, that writes its zeros.
-  rows, place_by_key = first_key.reshape(-1, query), jnp.where(valid, place, padded).reshape(-1, key)
+  rows, place_by_key = (
+    first_key.reshape(-1, query)[skipped:],
+    jnp.where(valid, place, padded).reshape(-1, key),
+  )
   lowest, highest = rows.min(1), rows.max(1)
-  last = place[::query] // key
+  last = place[::query][skipped:] // key
   first = jnp.where(lowest < padded, lowest // key, last)
   by_query = Lists(*_list_tiles(first, last, geometry.parts, limit), lowest, highest)
   first = jnp.where(place_by_key.min(1) < padded, place_by_key.min(1), place[::key]) // query
-  last = jnp.maximum(last_query.reshape(-1, key).max(1) // query, first)
+  first = jnp.maximum(first - skipped, 0)
+  last = jnp.maximum(last_query.reshape(-1, key).max(1) // query - skipped, first)
   by_key = Lists(*_list_tiles(first, last, geometry.parts, limit), lowest, highest)
-  return valid, first_key.reshape(-1, 1, query), by_query, by_key
+  return valid, rows[:, None], by_query, by_key
 
 
 def _list_tiles(

@@ -1,9 +1,10 @@
 """Packed attention for TPUs as Pallas (Mosaic) kernels: one forward, one for dq, one for dk and dv.
 
-Axes: T tokens, h query heads, k key/value heads, g query heads that a kernel takes at once, D head width, L
-tiles in a list. A *query block* is `Blocks.query` tokens of g heads, R = g * Blocks.query rows; a *key block*
-is `Blocks.key` tokens of one head, worked on in steps of fewer keys. A *tile* is one against the other.
-Primes mark padded sizes: T' is whole key blocks, D' whole lanes.
+Axes: T tokens, S slots of keys (a halo, then the T tokens), h query heads, k key/value heads, g query heads
+that a kernel takes at once, D head width, L tiles in a list. A *query block* is `Blocks.query` tokens of g
+heads, R = g * Blocks.query rows; a *key block* is `Blocks.key` tokens of one head, worked on in steps of
+fewer keys. A *tile* is one against the other. Primes mark padded sizes: S' is whole key blocks, of which
+queries have the last T', and D' whole lanes.
 
 Because the tokens of a sample are one contiguous run, the key blocks that a query block meets are one
 interval, and so are the query blocks of a key block. Both are turned into lists of tiles, which the kernels
@@ -62,7 +63,7 @@ def why_not(case: AttentionCase) -> str | None:
   if choose_blocks(case) is None:
     return (
       f'for streams whose list of tiles fits scalar memory, not for {case.kind.title} attention over '
-      f'{case.tokens} tokens with {heads_at_once(case)} query heads at once'
+      f'{case.slots} tokens with {heads_at_once(case)} query heads at once'
     )
   return None
 
@@ -86,8 +87,9 @@ def forward(
   """
   tokens, heads, width = q.shape
   geometry = geometry_of(AttentionCase.of(q, k, kind), blocks)
-  valid, first_key, lists, _ = tile_lists(segments, kind, geometry)
-  q, k, v = _to_rows(q, valid, geometry), _to_heads(k, valid), _to_heads(v, valid)
+  valid, first_key, lists, _ = tile_lists(segments, tokens, kind, geometry)
+  front = geometry.halo - (k.shape[0] - tokens)
+  q, k, v = _to_rows(q, valid, geometry), _to_heads(k, valid, front), _to_heads(v, valid, front)
 
   inputs = [('rows', q), ('keys', k), ('keys', v), ('first_key', first_key)]
   scalars = (q.shape[0], first_key.shape[0], 1, geometry.rows)
@@ -113,13 +115,15 @@ def backward(
 ) -> tuple[chex.Array, chex.Array, chex.Array]:
   """Returns `(dq, dk, dv)`, each like its input; see `api.AttentionImpl`, and `forward` for the keywords."""
   tokens, _, width = q.shape
+  slots = k.shape[0]
   geometry = geometry_of(AttentionCase.of(q, k, kind), blocks)
-  valid, first_key, by_query, by_key = tile_lists(segments, kind, geometry)
+  valid, first_key, by_query, by_key = tile_lists(segments, tokens, kind, geometry)
+  front = geometry.halo - (slots - tokens)
   # The softmax's share of the gradient, one number a row.
   delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
   lse, delta = (_to_row_scalars(x, valid, geometry) for x in (lse * _LOG2_E, delta))
   q, dout = (_to_rows(x, valid, geometry) for x in (q, dout))
-  k, v = (_to_heads(x, valid) for x in (k, v))
+  k, v = (_to_heads(x, valid, front) for x in (k, v))
 
   inputs = [('rows', q), ('keys', k), ('keys', v), ('rows', dout)]
   inputs += [('row_scalars', lse), ('row_scalars', delta), ('first_key', first_key)]
@@ -131,19 +135,21 @@ def backward(
   scratch = [(geometry.blocks.key, q.shape[-1])] * 2
   dk, dv = _call('dkv', _dkv_kernel, geometry, by_key, False, inputs, outputs, scratch, interpret)
   dk, dv = (x.reshape(-1, geometry.splits, *x.shape[1:]).sum(1).astype(k.dtype) for x in (dk, dv))
-  return tuple(_from_heads(x, tokens, width) for x in (dq, dk, dv))
+  dk, dv = (_from_heads(x, front + slots, width)[front:] for x in (dk, dv))
+  return _from_heads(dq, tokens, width), dk, dv
 
 
-def _to_heads(x: chex.Array, valid: chex.Array) -> chex.Array:
-  """[T, n, D] to [n, T', D'], zero where `valid` [T'] says padding (which may hold NaN)."""
-  tokens, _, width = x.shape
-  x = jnp.where(valid[:tokens, None, None], x, 0)
-  return jnp.pad(x, ((0, valid.shape[0] - tokens), (0, 0), (0, -width % LANES))).swapaxes(0, 1)
+def _to_heads(x: chex.Array, valid: chex.Array, front: int = 0) -> chex.Array:
+  """[S, n, D] to [n, S', D'] behind `front` slots, zero where `valid` [S'] says padding (it may hold NaN)."""
+  slots, _, width = x.shape
+  x = jnp.where(valid[front : front + slots, None, None], x, 0)
+  behind = valid.shape[0] - front - slots
+  return jnp.pad(x, ((front, behind), (0, 0), (0, -width % LANES))).swapaxes(0, 1)
 
 
 def _to_rows(x: chex.Array, valid: chex.Array, geometry: Geometry) -> chex.Array:
-  """[T, h, D] to [h / g, g, T', D']."""
-  x = _to_heads(x, valid)
+  """[T, h, D] to [h / g, g, T', D']; `valid` [S']."""
+  x = _to_heads(x, valid[geometry.halo :])
   return x.reshape(-1, geometry.groups, *x.shape[1:])
 
 
@@ -153,7 +159,8 @@ def _from_heads(x: chex.Array, tokens: int, width: int) -> chex.Array:
 
 
 def _to_row_scalars(x: chex.Array, valid: chex.Array, geometry: Geometry) -> chex.Array:
-  """[T, h] to [h / g, query blocks, 1, R], zero at padding."""
+  """[T, h] to [h / g, query blocks, 1, R], zero at padding; `valid` [S']."""
+  valid = valid[geometry.halo :]
   x = jnp.pad(jnp.where(valid[: x.shape[0], None], x, 0), ((0, valid.shape[0] - x.shape[0]), (0, 0)))
   x = x.T.reshape(-1, geometry.groups, valid.shape[0] // geometry.blocks.query, geometry.blocks.query)
   return x.swapaxes(1, 2).reshape(x.shape[0], -1, 1, geometry.rows)
@@ -252,7 +259,7 @@ def _locate(geometry: Geometry, query_major: bool, *refs) -> _Tile:
   lists = Lists(*refs)
   i, j, works = _at(lists, pl.program_id(0), pl.program_id(1), geometry.parts, query_major)
   major, minor = (i, j) if query_major else (j, i)
-  query, key = i * geometry.blocks.query, j * geometry.blocks.key
+  query, key = geometry.halo + i * geometry.blocks.query, j * geometry.blocks.key
   full = (lists.highest[i] <= key) & (query >= key + geometry.blocks.key - 1)
   opens, closes = works & (minor == lists.first[major]), works & (minor == lists.last[major])
   return _Tile(query, key, lists.lowest[i], works, full, opens, closes)
