@@ -285,11 +285,7 @@ def _run_stack(
     return layer(x, load, batch, ctx)
 
   if ctx.chosen.prefetch_layers:
-    layers = [
-      _differentiated(config, functools.partial(run_layer, run))
-      for run, count in enumerate(stack.runs)
-      for _ in range(count)
-    ]
+    layers = [_differentiated(config, functools.partial(run_layer, run)) for run in range(len(stack.runs))]
     x, (balance, router_z), (counts, dropped) = run_prefetched(
       layers, stack.runs, of_layer, dtype, x, shards, loads, batch
     )

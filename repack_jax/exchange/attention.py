@@ -70,7 +70,7 @@ def repacked_attention(
   wire = kind.wire(q.shape[1], k.shape[1], q.shape[2], q.dtype.name)
   ex = Exchange.of_program(program, kind.layout, wire, axes, sizes, exchange)
   route = batch.route(kind.layout)
-  out = ulysses_attention(ex, attention, kind, (q, k, v), route)
-  if program.has_solo:  # each part is zero on the other's rows
-    out = out + solo_attention(attention, kind, (q, k, v), batch.segments, route)
-  return out
+  if not program.has_solo:
+    return ulysses_attention(ex, attention, kind, (q, k, v), route)
+  alone = solo_attention(attention, kind, (q, k, v), batch.segments, route)
+  return ulysses_attention(ex, attention, kind, (q, k, v), route, alone)

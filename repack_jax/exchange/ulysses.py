@@ -27,15 +27,30 @@ from repack_jax.plan.arrays import PADDING_SEGMENT, Route
 
 
 def ulysses_attention(
-  ex: Exchange, impl: AttentionImpl, kind: LayerKind, operands: tuple[jax.Array, ...], route: Route
+  ex: Exchange,
+  impl: AttentionImpl,
+  kind: LayerKind,
+  operands: tuple[jax.Array, ...],
+  route: Route,
+  alone: jax.Array | None = None,
 ) -> jax.Array:
-  """Returns attention inside each sample of the rank's group: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
+  """Returns attention inside each sample of the rank's group: q [T, H, D], k and v [T, K, D] -> [T, H, D].
+
+  Args:
+    alone: that of the rank's solo samples, [T, H, D], which is added: each is zero on the other's rows. It is
+      computed before the group's core, so that it hides the exchange that the core waits for.
+  """
   with jax.named_scope('dispatch'):
-    rows = checkpoint_name(dispatch(ex, operands, route), KEPT)
+    rows = dispatch(ex, operands, route)
+    if alone is not None:
+      # What is added is not of the barrier, or the backward pass would exchange again to have it.
+      rows, _ = lax.optimization_barrier((rows, alone))
+    rows = checkpoint_name(rows, KEPT)
   with jax.named_scope('core'):
     out = _core(ex, impl, kind, rows, route)
   with jax.named_scope('combine'):
-    return checkpoint_name(combine(ex, out, route), KEPT)
+    out = checkpoint_name(combine(ex, out, route), KEPT)
+  return out if alone is None else out + alone
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

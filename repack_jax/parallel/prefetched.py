@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from repack_jax.parallel.sharded import gather_parameters, reduce_parameters
@@ -38,12 +39,12 @@ def run_prefetched(
 ) -> tuple[jax.Array, Tree, Tree]:
   """Runs a stretch of layers as often as their parameters are stacked.
 
-  Where the stretch is repeated, a layer's parameters are gathered for nothing behind either pass, and zeros
-  are reduced before the first gradients: a turn of the loop does not know that it is the first or the last.
+  A turn of a loop does not know that it is the first or the last. So a layer's parameters are gathered for
+  nothing behind either pass, and zeros are reduced before the first gradients.
 
   Args:
-    layers: the functions of the stretch's layers, in their order. Their weights are alike in shape.
-    runs: how many of them in a row share a tree of `shards`.
+    layers: the function of each run of layers that are alike. The weights of all are alike in shape.
+    runs: how many layers in a row each run has.
     placed: of each run, a `Sharded` for each parameter of one layer.
     dtype: the compute dtype, which weights are gathered in.
     shards: of each run, this rank's shards, [repeats, layers of the run, ...].
@@ -53,76 +54,124 @@ def run_prefetched(
   Returns:
     (x, sums, counts), the last two with leading axes [repeats, layers].
   """
-  places = [(run, i) for run, count in enumerate(runs) for i in range(count)]
-  last = len(places) - 1
-  repeats = jax.tree.leaves(shards[0])[0].shape[0]
+  repeats, starts = jax.tree.leaves(shards[0])[0].shape[0], np.cumsum(runs)[:-1]
+  at = _Places(tuple(runs), repeats)
 
-  def gather(x: jax.Array, shards: Sequence[Tree], repeat: jax.Array, k: int) -> tuple[jax.Array, Tree]:
+  def gather(x: jax.Array, mine: Tree, run: int) -> tuple[jax.Array, Tree]:
     """(x, a layer's weights), which are not gathered before there is x."""
-    run, i = places[k]
-    x, mine = lax.optimization_barrier((x, jax.tree.map(lambda leaf: leaf[repeat, i], shards[run])))
+    x, mine = lax.optimization_barrier((x, mine))
     return x, gather_parameters(mine, placed[run], dtype)
 
-  def after(repeat: jax.Array, k: int) -> tuple[jax.Array, int]:
-    return (repeat, k + 1) if k < last else (jnp.minimum(repeat + 1, repeats - 1), 0)
-
-  def before(repeat: jax.Array, k: int) -> tuple[jax.Array, int]:
-    return (repeat, k - 1) if k > 0 else (jnp.maximum(repeat - 1, 0), last)
-
   def forward(x: jax.Array, shards: Sequence[Tree], own: Tree, shared: Tree) -> tuple[Any, Any]:
-    def repeat(carry: tuple[jax.Array, Tree], xs: tuple[jax.Array, Tree]) -> tuple[Any, Any]:
-      x, weights = carry
+    def repeat(carry: Any, xs: tuple[jax.Array, Tree]) -> tuple[Any, Any]:
       number, of_layers = xs
       kept, outputs = [], []
-      for k, layer in enumerate(layers):
-        gathered = weights
-        if k < last or repeats > 1:
-          x, gathered = gather(x, shards, *after(number, k))
-        mine = jax.tree.map(lambda leaf, k=k: leaf[k], of_layers)
-        pull: Any
-        (x, sums), pull, counts = jax.vjp(layer, weights, x, mine, shared, has_aux=True)
-        pull.args_res[0] = pull.args_res[2] = pull.args_res[3] = None  # the backward pass has them
-        kept.append(pull)
-        outputs.append((sums, counts))
-        x, weights = lax.optimization_barrier((x, gathered))
-      return (x, weights), (kept, jax.tree.map(lambda *parts: jnp.stack(parts), *outputs))
+      for run, layer in enumerate(layers):
 
-    x, first = gather(x, shards, jnp.int32(0), 0)
+        def turn(carry: Any, xs: tuple[jax.Array, Tree], run: int = run, layer: LayerFunction = layer) -> Any:
+          x, weights = carry
+          i, mine = xs
+          x, gathered = gather(x, at.after(shards, run, number, i), run)
+          pull: Any
+          (x, sums), pull, counts = jax.vjp(layer, weights, x, mine, shared, has_aux=True)
+          pull.args_res[0] = pull.args_res[2] = pull.args_res[3] = None  # the backward pass has them
+          return lax.optimization_barrier((x, gathered)), (pull, (sums, counts))
+
+        carry, (pulls, of_run) = lax.scan(
+          turn, carry, (jnp.arange(runs[run]), _of_run(of_layers, starts, run))
+        )
+        kept.append(pulls)
+        outputs.append(of_run)
+      return carry, (kept, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs))
+
+    x, first = gather(x, jax.tree.map(lambda leaf: leaf[0, 0], shards[0]), 0)
     (x, _), (kept, (sums, counts)) = lax.scan(repeat, (x, first), (jnp.arange(repeats), own))
     return (x, sums, counts), (kept, shards, own, shared)
 
   def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     kept, shards, own, shared = residuals
     dx, dsums, _ = cotangents
+
+    def repeat(carry: Any, xs: tuple[Any, ...]) -> tuple[Any, None]:
+      number, kept, of_layers, of_sums = xs
+      for run in reversed(range(len(layers))):
+
+        def turn(carry: Any, xs: tuple[Any, ...], run: int = run) -> tuple[Any, None]:
+          dx, weights, behind, grads = carry
+          i, pull, mine, sums = xs
+          dx, gathered = gather(dx, at.before(shards, run, number, i), run)
+          grads = at.put_after(grads, reduce_parameters(behind, placed[run]), run, number, i)
+          pull.args_res[0], pull.args_res[2], pull.args_res[3] = weights, mine, shared
+          behind, dx, _, _ = pull((dx, sums))
+          return lax.optimization_barrier((dx, gathered, behind, grads)), None
+
+        of_run = (_of_run(tree, starts, run) for tree in (of_layers, of_sums))
+        carry, _ = lax.scan(turn, carry, (jnp.arange(runs[run]), kept[run], *of_run), reverse=True)
+      return carry, None
+
+    last = len(layers) - 1
+    dx, weights = gather(dx, jax.tree.map(lambda leaf: leaf[-1, -1], shards[last]), last)
     zeros = [jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), of_run) for of_run in shards]
-
-    def add(grads: list[Tree], whole: Tree, repeat: jax.Array, k: int) -> list[Tree]:
-      run, i = places[k]
-      reduced = reduce_parameters(whole, placed[run])
-      put = jax.tree.map(lambda to, grad: to.at[repeat, i].set(grad), grads[run], reduced)
-      return [*grads[:run], put, *grads[run + 1 :]]
-
-    def repeat(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[Any, None]:
-      dx, weights, behind, grads = carry
-      number, pulls, of_layers, of_sums = xs
-      for k in reversed(range(len(layers))):
-        gathered = weights
-        if k > 0 or repeats > 1:
-          dx, gathered = gather(dx, shards, *before(number, k))
-        if k < last or repeats > 1:  # in the first turn zeros, which the last repeat's own replace
-          grads = add(grads, behind, *after(number, k))
-        pull = pulls[k]
-        pull.args_res[0], pull.args_res[3] = weights, shared
-        pull.args_res[2] = jax.tree.map(lambda leaf, k=k: leaf[k], of_layers)
-        behind, dx, _, _ = pull((dx, jax.tree.map(lambda leaf, k=k: leaf[k], of_sums)))
-        dx, weights, behind, grads = lax.optimization_barrier((dx, gathered, behind, grads))
-      return (dx, weights, behind, grads), None
-
-    dx, weights = gather(dx, shards, jnp.int32(repeats - 1), last)
     carry = dx, weights, jax.tree.map(jnp.zeros_like, weights), zeros
     (dx, _, behind, grads), _ = lax.scan(repeat, carry, (jnp.arange(repeats), kept, own, dsums), reverse=True)
-    return dx, add(grads, behind, jnp.int32(0), 0), None, None
+    first = reduce_parameters(behind, placed[0])
+    grads[0] = jax.tree.map(lambda to, grad: to.at[0, 0].set(grad), grads[0], first)
+    return dx, grads, None, None
 
   run = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
   run.defvjp(forward, backward)
   return run(x, list(shards), own, shared)
+
+
+def _of_run(tree: Tree, starts: np.ndarray, run: int) -> Tree:
+  """What is a run's of trees with a leading axis of layers."""
+  return jax.tree.map(lambda leaf: jnp.split(leaf, starts)[run], tree)
+
+
+class _Places:
+  """Neighbours of a layer, number i of a run in a repeat, among trees of [repeats, layers of a run, ...].
+
+  Beyond the first layer and the last it is a layer of the same repeat.
+  """
+
+  def __init__(self, runs: tuple[int, ...], repeats: int):
+    self.runs, self.repeats = runs, repeats
+
+  def after(self, trees: Sequence[Tree], run: int, repeat: jax.Array, i: jax.Array) -> Tree:
+    following, turn = self._next_run(run, repeat)
+    own, other = i + 1 < self.runs[run], trees[following]
+    return jax.tree.map(
+      lambda mine, its: jnp.where(own, mine[repeat, jnp.minimum(i + 1, self.runs[run] - 1)], its[turn, 0]),
+      trees[run],
+      other,
+    )
+
+  def before(self, trees: Sequence[Tree], run: int, repeat: jax.Array, i: jax.Array) -> Tree:
+    preceding = (run or len(self.runs)) - 1
+    turn = repeat if run else jnp.maximum(repeat - 1, 0)
+    return jax.tree.map(
+      lambda mine, its: jnp.where(i > 0, mine[repeat, jnp.maximum(i - 1, 0)], its[turn, -1]),
+      trees[run],
+      trees[preceding],
+    )
+
+  def put_after(
+    self, trees: Sequence[Tree], values: Tree, run: int, repeat: jax.Array, i: jax.Array
+  ) -> list[Tree]:
+    following, turn = self._next_run(run, repeat)
+    changed = list(trees)
+    for which, place, here in (
+      (run, (repeat, jnp.minimum(i + 1, self.runs[run] - 1)), i + 1 < self.runs[run]),
+      (following, (turn, 0), i + 1 == self.runs[run]),
+    ):
+      changed[which] = jax.tree.map(
+        lambda to, value, place=place, here=here: to.at[place].set(jnp.where(here, value, to[place])),
+        changed[which],
+        values,
+      )
+    return changed
+
+  def _next_run(self, run: int, repeat: jax.Array) -> tuple[int, jax.Array]:
+    if run + 1 < len(self.runs):
+      return run + 1, repeat
+    return 0, jnp.minimum(repeat + 1, self.repeats - 1)
