@@ -152,8 +152,10 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
   memory = step.memory_bytes(programs['accumulate'])
   if step.chosen.attention.name == 'cudnn':
     model = run.model
-    heads = plan.capacity_tokens, model.num_heads, model.head_dim  # as many in a group of any degree
-    memory['cudnn_workspace_bytes'] = cudnn.workspace_bytes(*heads)
+    halos = (model.kind(letter).halo_slots(program) for letter in model.layer_kinds)
+    slots = plan.capacity_tokens + max(halo or 0 for halo in halos)
+    # As many tokens times heads in a group of any degree.
+    memory['cudnn_workspace_bytes'] = cudnn.workspace_bytes(slots, model.num_heads, model.head_dim)
   in_update = classify(collectives(update), sizes)
   checks = [
     *exchange_checks(found, run.model, plan, program),

@@ -137,6 +137,9 @@ def test_what_it_refuses():
     ValueError, match=r'ClusterConfig\.wire_row_bytes = 512: exact plans are of rows of one'
   ):
     exact([1], costs_of(2, 2, wire_row_bytes=512), dataclasses.replace(config, capacity_tokens=128))
+  by_halo = PlannerConfig(mode='solve', sparse_exchange='auto')
+  with pytest.raises(ValueError, match="sparse_exchange = 'auto': exact plans exchange heads; set 'ulysses'"):
+    exact([3], costs, by_halo)
   with pytest.raises(ValueError, match='no samples'):
     exact([], costs, config)
   with pytest.raises(ValueError, match='2 samples of 600 tokens do not fit into one micro-batch'):

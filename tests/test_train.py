@@ -23,7 +23,8 @@ FIELDS = {
   'step', 'loss', 'grad_norm', 'lr', 'tokens', 'target_tokens', 'padding_fraction', 'tokens_per_s', 'step_s',
   'compile_s', 'plan_s', 'data_wait_s', 'imbalance', 'widest_parent', 'children', 'cross_node_bytes',
   'cross_node_bytes_disabled', 'compiles', 'mode', 'plan_digest', 'micro_batches', 'epoch', 'balance_loss',
-  'router_z_loss', 'dropped_assignments', 'predicted_s', 'predicted_s_disabled', 'solo_tokens', 'halo_micro_batches',
+  'router_z_loss', 'dropped_assignments', 'predicted_s', 'predicted_s_disabled', 'solo_tokens',
+  'halo_micro_batches',
 }  # fmt: skip
 
 # Runs train.py and sends its own process signals once the record of a step is written and, if a path is
@@ -141,6 +142,7 @@ def test_a_run_and_its_records(runs, straight):
     assert 1 <= record['imbalance'] <= 4 and record['mode'] == 'solve'
     assert 0 < record['predicted_s'] <= record['predicted_s_disabled'] * (1 + 1e-9)
     assert 0 <= record['solo_tokens'] <= record['tokens']
+    assert record['halo_micro_batches'] == 0  # by default heads are exchanged
     assert len(record['plan_digest']) == 16 and record['dropped_assignments'] == 0
   assert [record['lr'] for record in records[:3]] == pytest.approx([0.005, 0.0075, 0.01])
   assert len({r['widest_parent'] > 2 for r in records}) <= records[-1]['compiles'] <= 4

@@ -99,6 +99,7 @@ def as_json(run: RunConfig, case: Case, rows: Sequence[Row], bound_s: float) -> 
       'sample_ids': plan.sample_ids,
       'lengths': plan.lengths,
       'capacity_tokens': plan.capacity_tokens,
+      'halo_tokens': plan.halo_tokens,
       'rank_tokens': plan.rank_tokens.tolist(),
     }
     | {

@@ -237,7 +237,6 @@ class Plan:
     A halo has no more than `halo_tokens`, and none of another sample than the rank's first token.
     """
     starts = np.cumsum(self.shared_tokens) - self.shared_tokens  # of all children's streams, end to end
-    first = np.array([child.first_rank for child in self.children], np.int64)
     samples, _ = self._members[CHILDREN]
     begins = np.cumsum(self.sample_tokens[samples]) - self.sample_tokens[samples]
     holding = np.flatnonzero(self.shared_tokens)
@@ -246,7 +245,6 @@ class Plan:
     own = starts[holding]
     sample_start = begins[np.searchsorted(begins, own, side='right') - 1]
     reached = np.searchsorted(starts, np.maximum(sample_start, own - halo_tokens), side='right') - 1
-    assert (reached >= first[np.searchsorted(first, holding, side='right') - 1]).all()
     return int((holding - reached).max())
 
   def with_slots(self, step_tokens: int) -> Plan:

@@ -139,28 +139,26 @@ class Domain:
 
   def layouts(self, ways: Iterable[str]) -> dict[str, Layouts]:
     """Returns the best layouts that were found in each of these ways; without those in which nothing fits."""
-    parents: _Found | None = None
     found: dict[str, _Found | None] = {}
+    by_heads = {of: way for way, of in HALO_WAYS.items()}
     for way in ways:
-      problem = self._problem
-      if way in HALO_WAYS.values():
-        problem = _by_halo(problem, self._costs)
-      if way in ('static', 'static_halo'):
-        found[way] = self._static(problem)
-      elif way == 'parents':
-        found[way] = parents = self._search(problem, repack=False)
-      elif way == 'parents_halo':
-        found[way] = self._search(problem, repack=False)
-      elif way == 'repack':
-        if parents:  # a parent can always be its own child
-          found[way] = self._search(problem, repack=True, given=parents.layout.parents)
-      elif way in ('parents_solo', 'parents_solo_halo'):
-        found[way] = self._with_solo(problem, repack=False)
-      elif way == 'solve':
-        found[way] = self._search(problem, repack=True)
-      else:
-        assert way == 'solve_solo', f'{way}: no such way'
-        found[way] = self._with_solo(problem, repack=True)
+      problem = _by_halo(self._problem, self._costs) if way in by_heads else self._problem
+      match by_heads.get(way, way):
+        case 'static':
+          found[way] = self._static(problem)
+        case 'parents':
+          found[way] = self._search(problem, repack=False)
+        case 'repack':
+          if parents := found.get('parents'):  # a parent can always be its own child
+            found[way] = self._search(problem, repack=True, given=parents.layout.parents)
+        case 'parents_solo':
+          found[way] = self._with_solo(problem, repack=False)
+        case 'solve':
+          found[way] = self._search(problem, repack=True)
+        case 'solve_solo':
+          found[way] = self._with_solo(problem, repack=True)
+        case _:
+          raise AssertionError(f'{way}: no such way')
     layouts: dict[bytes, Layouts] = {}  # ways that found the same share one
     return {way: self._layouts(of, layouts) for way, of in found.items() if of}
 
