@@ -35,6 +35,14 @@ MODEL = ModelConfig(
 ).with_kind(SlidingWindowAttention(window_tokens=7))  # fmt: skip
 MESHES = {1: (1, 1), 2: (2, 1), 4: (2, 2), 8: (1, 8), 16: (2, 8), 32: (4, 8)}  # ranks: (nodes, a node)
 SLOTS = 256  # of the whole mesh
+LENGTHS = {
+  'giant': [SLOTS],
+  'giant and short': [60, 30, 30, 20, 20, 9, 3, 2, 1, 1],
+  'long and short': [110, 40, 30, 20, 5, 1],
+  'many of one token': [40] + [1] * 150,
+  'equal': [32] * 7,
+  'nearly empty': [3, 1],
+}
 
 
 def run_config(

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_runs import (
+  LENGTHS,
   MODEL,
   SLOTS,
   assert_same,
+  equations,
+  plans_of,
   run_config,
   samples,
   sums_of_batch,
@@ -19,7 +22,6 @@ from model_runs import (
   widest_program,
   without_targets,
 )
-from test_model import LENGTHS, _equations, plans_of
 from test_precision import HALF, SINGLE, assert_near
 
 from models.transformer import Decoder
@@ -226,14 +228,14 @@ def test_a_shift_a_hop_and_direction(monkeypatch, remat):
     arrays = pack(plan, samples(plan.lengths), runs_it)
     gradients = jax.make_jaxpr(step.gradients, static_argnums=3)
     jaxpr = gradients(step.state_shapes().params, np.zeros((4, 8), np.float32), arrays, runs_it).jaxpr
-    shifts = _equations(jaxpr, 'ppermute')
+    shifts = equations(jaxpr, 'ppermute')
     # Two stacks' worth of layers, FS twice, are one body: of each pass and hop one.
     assert len(shifts) == 2 * hops
     assert all(np.atleast_1d(eqn.params['axis_name']).tolist() == ['local'] for eqn in shifts)
     assert all(eqn.invars[0].aval.shape == (6, 2 * MODEL.num_kv_heads, MODEL.head_dim) for eqn in shifts)
-    axes = [tuple(np.atleast_1d(e.params['axis_name'])) for e in _equations(jaxpr, 'ragged_all_to_all')]
+    axes = [tuple(np.atleast_1d(e.params['axis_name'])) for e in equations(jaxpr, 'ragged_all_to_all')]
     assert axes == [('node', 'local')] * 4
-    assert not _equations(jaxpr, 'all_to_all')
+    assert not equations(jaxpr, 'all_to_all')
 
 
 def test_no_document_sees_another():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from model_runs import (
+  LENGTHS,
   MODEL,
   SLOTS,
   ahead,
@@ -38,15 +39,6 @@ from repack_jax.plan.arrays import pack
 from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan, Program
 from repack_jax.predict import flops
 from repack_jax.training.step import TrainStep
-
-LENGTHS = {
-  'giant': [SLOTS],
-  'giant and short': [60, 30, 30, 20, 20, 9, 3, 2, 1, 1],
-  'long and short': [110, 40, 30, 20, 5, 1],
-  'many of one token': [40] + [1] * 150,
-  'equal': [32] * 7,
-  'nearly empty': [3, 1],
-}
 
 
 @pytest.fixture(scope='module')
