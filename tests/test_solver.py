@@ -208,7 +208,7 @@ def test_the_better_exchange_of_sparse_layers_is_taken(mesh, prefetch_layers):
           plan.validate(model.wire)
           assert plan.halo_tokens in {'ulysses': [None], 'halo': [127, None], 'auto': [127, None]}[how]
           if plan.halo_tokens is not None:
-            assert plan.halo_hops(127) <= MOST_HALO_HOPS and plan.parents == plan.children
+            assert plan.halo_hops(127) <= MOST_HALO_HOPS
           elif how == 'halo':  # too many ranks hold too little
             assert plan.halo_hops(127) > MOST_HALO_HOPS
           taken.add((how, plan.halo_tokens is not None))

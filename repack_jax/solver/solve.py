@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from repack_jax.config.run import WAYS, PlannerConfig
+from repack_jax.config.run import HALO_WAYS, WAYS, PlannerConfig
 from repack_jax.plan.plan import MOST_HALO_HOPS, PARENTS, Plan, PlanError
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import Simulated, simulate
@@ -277,7 +277,7 @@ class _Batch:
     # A child between nodes in one domain makes exchanges of all span nodes: with such ones, and without.
     in_nodes = [{way: layouts for way, layouts in of.items() if not layouts.wide_children} for of in found]
     numbers, lengths = tuple(range(len(items.tokens))), tuple(items.tokens.tolist())
-    played: dict[tuple[Layouts, ...], _Candidate] = {}
+    played: dict[tuple[tuple[Layouts, ...], bool], _Candidate] = {}
 
     @functools.cache
     def spread_again(layouts: tuple[Layouts, ...]) -> list[tuple[Layouts, ...]]:
@@ -286,7 +286,8 @@ class _Batch:
     def candidates(allowed: Sequence[str]) -> Iterator[_Candidate]:
       """Yields what fits of these ways: for several domains, the best mixture of them and of fewer ways.
 
-      Mixtures with solo samples come a second time, with these spread again.
+      Mixtures with solo samples come a second time, with these spread again. What was searched for heads
+      comes by halo as well where that is allowed.
       """
       choices: list[tuple[str, ...]] = [(way,) for way in allowed if way in found[0]]
       if len(found) > 1:
@@ -294,12 +295,14 @@ class _Batch:
         mixed = (self._mixed(kept, of) for of in dict.fromkeys(fewer) for kept in (found, in_nodes))
         choices = list(dict.fromkeys(choice for choice in mixed if choice))
       tried = [tuple(of[way] for of, way in zip(found, choice, strict=True)) for choice in choices]
+      may_halo = any(way in HALO_WAYS.values() for way in allowed)
       for layouts in (*tried, *chain.from_iterable(map(spread_again, tried))):
-        if layouts not in played:
-          plan = self._built(numbers, lengths, layouts)
-          step = simulate(self.costs, [plan])
-          played[layouts] = _Candidate(plan, step, step.step_s - self.costs.optimizer_s)
-        yield played[layouts]
+        for by_halo in dict.fromkeys((layouts[0].by_halo, may_halo)):
+          if (layouts, by_halo) not in played:
+            plan = self._built(numbers, lengths, layouts, by_halo)
+            step = simulate(self.costs, [plan])
+            played[layouts, by_halo] = _Candidate(plan, step, step.step_s - self.costs.optimizer_s)
+          yield played[layouts, by_halo]
 
     return {
       name: min(candidates(of), key=lambda item: item.seconds, default=None) for name, of in ways.items()
@@ -358,8 +361,10 @@ class _Batch:
     least = max(min(slots for _, slots, _ in of) for of in sorts)
     return min(map(chosen, sorted({slots for of in sorts for _, slots, _ in of if slots >= least})))[1]
 
-  def _built(self, samples: tuple[int, ...], lengths: tuple[int, ...], layouts: Sequence[Layouts]) -> Plan:
-    """A plan from each domain's layouts."""
+  def _built(
+    self, samples: tuple[int, ...], lengths: tuple[int, ...], layouts: Sequence[Layouts], by_halo: bool
+  ) -> Plan:
+    """A plan from each domain's layouts; by halo unless halos would come from too many ranks."""
     plan = Plan(
       sample_ids=samples,
       lengths=lengths,
@@ -374,7 +379,7 @@ class _Batch:
       row_tokens=self.row_tokens,
     )
     plan = plan.with_slots(self.config.capacity_step_tokens)
-    halo_tokens = self.costs.halo_tokens if layouts[0].by_halo else None
+    halo_tokens = self.costs.halo_tokens if by_halo else None
     if halo_tokens is not None and plan.halo_hops(halo_tokens) <= MOST_HALO_HOPS:
       return plan.with_halo(halo_tokens)
     return plan
