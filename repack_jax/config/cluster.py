@@ -42,7 +42,7 @@ class ClusterConfig:
       the program's exchange spans (a node's, or the domain's), or `group`, those of the SP group alone.
     prefetch_layers: the program gathers parameters this many layers ahead of their use and reduces gradients
       as many behind, so that ranks may be as many layers apart; 0 where they meet at each layer. The training
-      step here can do 0 and 1; 1 takes the memory of one more layer's weights, and of its gradients.
+      step here can do 0 and 1.
     share_inter_node_link: an exchange between nodes and a collective of parameters that run at the same time
       have half the link each; otherwise neither slows the other. Matters where parameters are gathered ahead.
     memory_bytes: of a rank; 0 where unknown.

@@ -92,8 +92,8 @@ def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfi
   gathered = max(of.own for of in of_layers)
   gathered += max(of.routed for of in of_layers) // expert_ranks(model, cluster)
   table = table_parameters(model)
-  # A layer's weights, and what computes with them. Ahead: the next one's, and the gradients of two layers.
-  held = 5 if cluster.prefetch_layers else 2
+  # A layer's weights and gradients. Ahead: the next one's weights, and the gradients of the one behind.
+  held = 4 if cluster.prefetch_layers else 2
   return {
     'parameters_and_optimizer_bytes': _STATE_BYTES * total_parameters(model) // cluster.domain_ranks,
     'gathered_weights_bytes': (held * gathered + table) * itemsize,
