@@ -173,7 +173,7 @@ def by_halo(run, row_tokens: int = 1, hops: int = MOST_HALO_HOPS) -> Program:
   return widest_program(run, row_tokens)._replace(halo_tokens=MODEL.kind('S').halo_tokens, halo_hops=hops)
 
 
-@pytest.mark.parametrize('ranks', [4, pytest.param(8, marks=pytest.mark.long), 32])
+@pytest.mark.parametrize('ranks', [4, *(pytest.param(n, marks=pytest.mark.long) for n in (8, 32))])
 def test_loss_and_gradients_do_not_depend_on_mesh_and_mode(ranks):
   """Parents as children, children of their own, solo samples; windows of 7 where ranks may hold one token."""
   run = run_config(ranks)

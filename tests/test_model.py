@@ -48,7 +48,7 @@ def one_rank():
 
 
 @pytest.mark.parametrize('mode', MODES)
-@pytest.mark.parametrize('ranks', [2, 4, 8, 16, 32])
+@pytest.mark.parametrize('ranks', [*(pytest.param(n, marks=pytest.mark.long) for n in (2, 8)), 4, 16, 32])
 def test_loss_and_gradients_do_not_depend_on_mesh_and_mode(one_rank, ranks, mode):
   run = run_config(ranks)  # one program for all modes: the mode is the planner's alone
   for name, lengths in LENGTHS.items():
