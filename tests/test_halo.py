@@ -173,7 +173,7 @@ def by_halo(run, row_tokens: int = 1, hops: int = MOST_HALO_HOPS) -> Program:
   return widest_program(run, row_tokens)._replace(halo_tokens=MODEL.kind('S').halo_tokens, halo_hops=hops)
 
 
-@pytest.mark.parametrize('ranks', [4, *(pytest.param(n, marks=pytest.mark.long) for n in (8, 32))])
+@pytest.mark.parametrize('ranks', [4, pytest.param(32, marks=pytest.mark.long)])
 def test_loss_and_gradients_do_not_depend_on_mesh_and_mode(ranks):
   """Parents as children, children of their own, solo samples; windows of 7 where ranks may hold one token."""
   run = run_config(ranks)
@@ -186,7 +186,7 @@ def test_loss_and_gradients_do_not_depend_on_mesh_and_mode(ranks):
     assert_same(sums_of_plan(run, plan, samples(LENGTHS[name]), by_halo(run)), one_rank(name))
 
 
-@pytest.mark.parametrize('seeds', [range(6), pytest.param(range(6, 60), marks=pytest.mark.long)])
+@pytest.mark.parametrize('seeds', [range(6), pytest.param(range(6, 30), marks=pytest.mark.long)])
 def test_random_legal_plans_agree_with_one_rank(seeds):
   run, several = run_config(16), 0
   for seed in seeds:

@@ -32,7 +32,6 @@ MIXED = {'num_layers': 10, 'dense_layers': 1, 'dense_width': 48}
   [
     (4, {}),
     pytest.param(4, MIXED | {'remat': 'none', 'expert_placement': 'replicated'}, marks=pytest.mark.long),
-    pytest.param(16, {'tie_embeddings': True}, marks=pytest.mark.long),
   ],
 )
 def test_gradients_are_those_of_one_rank_in_line(ranks, changes):
