@@ -120,8 +120,7 @@ def _gather_table_fwd(shard, where, dtype):
 
 
 def _gather_table_bwd(where, dtype, _, grad):
-  found = where.gathered()
-  return (_reduce_scatter(grad.gradient, *found) if found else grad.gradient,)
+  return (reduce_parameters(grad.gradient, where),)
 
 
 gather_table.defvjp(_gather_table_fwd, _gather_table_bwd)

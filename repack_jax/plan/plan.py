@@ -237,7 +237,7 @@ class Plan:
     A halo has no more than `halo_tokens`, and none of another sample than the rank's first token.
     """
     starts = np.cumsum(self.shared_tokens) - self.shared_tokens  # of all children's streams, end to end
-    samples, _ = self._members[CHILDREN]
+    samples, _ = self.members[CHILDREN]
     begins = np.cumsum(self.sample_tokens[samples]) - self.sample_tokens[samples]
     holding = np.flatnonzero(self.shared_tokens)
     if not holding.size:
@@ -273,7 +273,7 @@ class Plan:
   def _with(self, **changes: Any) -> Plan:
     """The plan with changes that leave who holds what as it is, which need not be counted again."""
     changed = dataclasses.replace(self, **changes)
-    for name in ('shared_tokens', 'shared_slots', 'rank_tokens', 'rank_slots', 'sample_tokens', '_members'):
+    for name in ('shared_tokens', 'shared_slots', 'rank_tokens', 'rank_slots', 'sample_tokens', 'members'):
       if name in vars(self):
         vars(changed)[name] = vars(self)[name]
     return changed
@@ -284,16 +284,12 @@ class Plan:
 
   def group_sums(self, layout: str, values: np.ndarray) -> np.ndarray:
     """Returns each group's sum of its samples' values, [samples] -> float64 [groups]; exact below 2 ** 53."""
-    samples, of = self._members[layout]
+    samples, of = self.members[layout]
     return np.bincount(of, values[samples], len(self.groups(layout)))
 
-  def members(self, layout: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the samples of a layout's groups (or the solo ones), in order, and the group of each: int64."""
-    return self._members[layout]
-
   @cached_property
-  def _members(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """(samples, the group of each) of each layout's and the solo groups, int64 [samples in one] each."""
+  def members(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Returns (samples in order, the group of each) of each layout's and the solo groups: int64 [samples]."""
     members = {}
     for layout in (*LAYOUTS, SOLO):
       groups = self.groups(layout)

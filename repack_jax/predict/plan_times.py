@@ -215,7 +215,7 @@ def _share_s(plan: Plan, attention_s: OfLengths) -> np.ndarray:
   What queries do depends on their place in their sample: a run of it takes what it takes up to the run's end,
   less what it takes up to the run's start.
   """
-  samples, _ = plan.members(CHILDREN)
+  samples, _ = plan.members[CHILDREN]
   if not len(samples):
     return np.zeros(plan.num_ranks)
   lengths = plan.sample_tokens[samples]
