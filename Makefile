@@ -16,6 +16,8 @@ CONFIG ?= configs/tiny_cpu.gin
 BIN := .venv/bin
 # In a terminal pip shows what it does, with a bar for each download.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(shell test -t 2 || echo --quiet)
+# A worker a core, each with up to 4 GB; all tests of a file run in one.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Compiled programs are kept between runs.
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 
@@ -25,10 +27,10 @@ train: setup
 	$(BIN)/python train.py --config $(CONFIG) $(ARGS)
 
 test: setup-dev
-	$(BIN)/python -m pytest -m "not long" $(ARGS)
+	$(PYTEST) -m "not long" $(ARGS)
 
 test-long: setup-dev
-	$(BIN)/python -m pytest -m long $(ARGS)
+	$(PYTEST) -m long $(ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .

@@ -184,18 +184,16 @@ def test_the_step_that_saves_most_is_drawn(runs, straight):
 def test_resolved_config_repeats_the_run_and_modes_agree(runs, straight):
   resolved = runs.folder / 'straight' / 'resolved.gin'
   started = [runs.start(['--config', str(resolved), '--workdir', str(runs.folder / 'again')])]
-  for mode in ('static', 'parents'):
-    started.append(runs.start(runs.arguments(mode, f"PlannerConfig.mode='{mode}'")))
+  started.append(runs.start(runs.arguments('static', "PlannerConfig.mode='static'")))
   for process in started:
     finish(process)
   assert (runs.folder / 'again' / 'resolved.gin').read_text() == resolved.read_text()
   assert runs.losses('again') == runs.losses('straight')
-  for mode in ('static', 'parents'):
-    np.testing.assert_allclose(runs.losses(mode), runs.losses('straight'), rtol=1e-4)
-    for got, want in zip(runs.records(mode), runs.records('straight'), strict=True):
-      assert got['mode'] == mode
-      assert (got['tokens'], got['target_tokens']) == (want['tokens'], want['target_tokens'])
-      assert got['cross_node_bytes_disabled'] == want['cross_node_bytes_disabled']
+  np.testing.assert_allclose(runs.losses('static'), runs.losses('straight'), rtol=1e-4)
+  for got, want in zip(runs.records('static'), runs.records('straight'), strict=True):
+    assert got['mode'] == 'static'
+    assert (got['tokens'], got['target_tokens']) == (want['tokens'], want['target_tokens'])
+    assert got['cross_node_bytes_disabled'] == want['cross_node_bytes_disabled']
 
 
 def assert_goes_on(runs, name):
