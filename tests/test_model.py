@@ -35,6 +35,7 @@ from repack_jax.ops.attention import attention, get_attention
 from repack_jax.ops.loss import token_losses
 from repack_jax.ops.rows import Table
 from repack_jax.parallel.mesh import DOMAIN_AXES, RANK_BLOCKS, make_mesh
+from repack_jax.parallel.sharded import buffer_elements
 from repack_jax.plan.arrays import pack
 from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan, Program
 from repack_jax.predict import flops
@@ -291,14 +292,17 @@ def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo, prefetch_
   assert sorted(axes) == [('local',)] * 4 + [('node', 'local')] * 4
   assert not equations(jaxpr, 'all_to_all')
   gathers = equations(jaxpr, 'all_gather')
-  shards = {leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(shapes.params)}
-  shards |= {shape[2:] for shape in shards}  # a layer's, out of its stack
-  shards |= {(*s[:d], 2 * s[d], *s[d + 1 :]) for s in shards for d in range(len(s))}  # gathered over nodes
-  assert all(eqn.invars[0].aval.shape in shards for eqn in gathers)  # parameters, nothing else
+  of_layers = jax.tree.map(lambda leaf: leaf.of_layer, step.placed['stacks'])
+  (of_layer,) = {
+    n for stack in of_layers for run in stack for n in buffer_elements(run, 'float32', step.mesh)
+  }
+  outside = [shapes.params[name].size // 16 for name in ('embedding', 'head')] + [MODEL.d_model // 16]
+  allowed = {n * nodes for n in (of_layer, *outside) for nodes in (1, 2)}  # a rank's, and gathered over nodes
+  assert all(eqn.invars[0].aval.size in allowed for eqn in gathers)  # parameters, nothing else
   assert all(eqn.params['axis_name'] in (('node',), ('local',)) for eqn in gathers)
   # Those of layers are gathered again in the backward pass, where it needs them, and not kept.
-  scattered = equations(jaxpr, 'reduce_scatter')
-  assert len(gathers) > 1.5 * len(scattered)
+  scattered = [e for e in equations(jaxpr, 'reduce_scatter') if e.outvars[0].aval.size == of_layer]
+  assert len([e for e in gathers if e.invars[0].aval.size == of_layer]) == 2 * len(scattered) > 0
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from repack_jax.predict.cost_model import model_costs
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import simulate
 from repack_jax.solver import SampleTooLong, solve, solve_modes
+from repack_jax.solver.search import search
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL = ModelConfig(num_heads=32, num_kv_heads=4)
@@ -316,6 +317,14 @@ def test_empty_batch_and_empty_samples():
     assert plans_of([], 'two nodes', mode, 10) == ()
     with pytest.raises(PlanError, match='sample 1 has length 0'):
       plans_of([3, 0], 'two nodes', mode, 10)
+
+
+def test_the_search_is_compiled_once():
+  """An array of another dtype, such as NumPy makes of no samples, would compile it again, for a minute."""
+  for lengths in ([5], [5, 3, 2], [1] * 40):
+    for mesh in MESHES:
+      plans_of(lengths, mesh, 'solve', 10)
+  assert len(search.signatures) == 1
 
 
 @pytest.mark.parametrize('mode', MODES)

@@ -8,13 +8,17 @@ stacked along leading axes where layers are alike; a table's shapes are of one l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from repack_jax.config.model import ModelConfig
 
 Table = dict[str, Any]  # of weights, or of tables
+
+# Weights of up to so many parameters travel in one buffer: at the bandwidths of memories and links of today,
+# copying one there takes no longer than the latencies that this saves.
+MOST_BUNDLED = 2**23
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,20 @@ def leaves(table: Table) -> Iterator[Weight]:
       yield entry
     else:
       yield from leaves(entry)
+
+
+def bundles(of: Sequence[tuple[Hashable, Weight]]) -> list[list[int]]:
+  """Returns which weights of a layer are gathered, and their gradients reduced, as one buffer: their places.
+
+  Small ones with equal keys go together, and each other one by itself.
+
+  Args:
+    of: for each weight a key of what must be equal, such as the dtype, and the weight.
+  """
+  found: dict[Hashable, list[int]] = {}
+  for place, (key, weight) in enumerate(of):
+    found.setdefault((key, None if weight.size <= MOST_BUNDLED else place), []).append(place)
+  return list(found.values())
 
 
 def norm(width: int) -> Table:

@@ -100,7 +100,7 @@ def run_prefetched(
           dx, weights, behind, grads = carry
           i, pull, mine, sums = xs
           dx, gathered = gather(dx, at.before(shards, run, number, i), run)
-          grads = at.put_after(grads, reduce_parameters(behind, placed[run]), run, number, i)
+          grads = at.put_after(grads, reduce_parameters(behind, placed[run], dtype), run, number, i)
           pull.args_res[0], pull.args_res[2], pull.args_res[3] = weights, mine, shared
           behind, dx, _, _ = pull((dx, sums))
           return lax.optimization_barrier((dx, gathered, behind, grads)), None
@@ -114,7 +114,7 @@ def run_prefetched(
     zeros = [jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), of_run) for of_run in shards]
     carry = dx, weights, jax.tree.map(jnp.zeros_like, weights), zeros
     (dx, _, behind, grads), _ = lax.scan(repeat, carry, (jnp.arange(repeats), kept, own, dsums), reverse=True)
-    first = reduce_parameters(behind, placed[0])
+    first = reduce_parameters(behind, placed[0], dtype)
     grads[0] = jax.tree.map(lambda to, grad: to.at[0, 0].set(grad), grads[0], first)
     return dx, grads, None, None
 

@@ -6,14 +6,18 @@ Master weights are float32, sharded over the domain; a layer's weights exist who
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from repack_jax.config import weights
 from repack_jax.config.weights import Weight
 from repack_jax.ops.rows import Table
 from repack_jax.parallel.mesh import ALL_AXES, NODE, parameter_spec
@@ -45,6 +49,10 @@ class Sharded:
     """Returns the mesh axes that each dimension is sharded over."""
     return [(entry,) if isinstance(entry, str) else entry or () for entry in self.spec]
 
+  def dtype(self, compute: jnp.dtype) -> jnp.dtype:
+    """Returns what it is used in."""
+    return jnp.dtype(jnp.float32) if self.weight.is_float32 else jnp.dtype(compute)
+
   def gathered(self) -> tuple[int, tuple[str, ...]] | None:
     """Returns the dimension to gather and its axes. Spread experts, sharded over `local` alone, stay so."""
     for dimension, axes in enumerate(self.axes):
@@ -53,11 +61,11 @@ class Sharded:
     return None
 
 
-def shard(weights: Tree, shapes: Tree, expert_ranks: int, mesh: Mesh) -> Tree:
+def shard(declared: Tree, shapes: Tree, expert_ranks: int, mesh: Mesh) -> Tree:
   """Returns a `Sharded` for each parameter; stacked ones are sharded along a layer's own dimensions.
 
   Args:
-    weights: a `Weight` for each parameter.
+    declared: a `Weight` for each parameter.
     shapes: the parameters' shapes, with leading axes where they are stacked.
     expert_ranks: ranks that experts are spread over.
   """
@@ -69,7 +77,7 @@ def shard(weights: Tree, shapes: Tree, expert_ranks: int, mesh: Mesh) -> Tree:
     spec = parameter_spec(weight.shape, 0 if spread else None, mesh)
     return Sharded(weight, stacked, PartitionSpec(*(None,) * stacked, *spec))
 
-  return jax.tree.map(place, weights, shapes)
+  return jax.tree.map(place, declared, shapes)
 
 
 def specs(placed: Tree) -> Tree:
@@ -78,31 +86,63 @@ def specs(placed: Tree) -> Tree:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gather(shard: jax.Array, dimension: int, axes: tuple[str, ...], dtype: jnp.dtype) -> jax.Array:
-  """One axis at a time, the minor first: each rank takes a share over the slow link, then all share locally.
+def _gather(
+  shards: tuple[jax.Array, ...], dimensions: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype
+) -> tuple[jax.Array, ...]:
+  """Gathers shards along a dimension each: several as one buffer.
 
+  One axis at a time, the minor first: each rank takes a share over the slow link, then all share locally.
   XLA:TPU makes a reduce-scatter over several axes at once an all-reduce of the whole, twice the bytes.
   """
-  whole = shard.astype(dtype)
+  if len(shards) == 1:
+    return (_all_gather(shards[0].astype(dtype), dimensions[0], axes),)
+  flat = _all_gather(jnp.concatenate([shard.astype(dtype).reshape(-1) for shard in shards]), 0, axes)
+  ranks = math.prod(lax.axis_size(axis) for axis in axes)
+  parts = jnp.split(flat.reshape(ranks, -1), np.cumsum([shard.size for shard in shards])[:-1], axis=1)
+  whole = []
+  for part, shard, dimension in zip(parts, shards, dimensions, strict=True):
+    apart = jnp.moveaxis(part.reshape(ranks, *shard.shape), 0, dimension)
+    whole.append(apart.reshape(*shard.shape[:dimension], -1, *shard.shape[dimension + 1 :]))
+  return tuple(whole)
+
+
+def _all_gather(shard: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
   for axis in reversed(axes):
-    whole = lax.all_gather(whole, axis, axis=dimension, tiled=True)
-  return whole
+    shard = lax.all_gather(shard, axis, axis=dimension, tiled=True)
+  return shard
 
 
-def _gather_fwd(shard, dimension, axes, dtype):
-  return _gather(shard, dimension, axes, dtype), None
+def _gather_fwd(shards, dimensions, axes, dtype):
+  return _gather(shards, dimensions, axes, dtype), None
 
 
-def _gather_bwd(dimension, axes, dtype, _, grad):
-  return (_reduce_scatter(grad, dimension, axes),)
+def _gather_bwd(dimensions, axes, dtype, _, grads):
+  return (_reduce_scatter(grads, dimensions, axes),)
 
 
-def _reduce_scatter(grad: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
-  """Gradients are summed over ranks in float32, whatever the compute dtype."""
-  grad = grad.astype(jnp.float32)
-  for axis in axes:
-    grad = lax.psum_scatter(grad, axis, scatter_dimension=dimension, tiled=True)
-  return grad
+def _reduce_scatter(
+  grads: Sequence[jax.Array], dimensions: tuple[int, ...], axes: tuple[str, ...]
+) -> tuple[jax.Array, ...]:
+  """What `_gather` does, transposed: gradients are summed over ranks in float32, whatever the dtype."""
+
+  def scatter(grad: jax.Array, dimension: int) -> jax.Array:
+    for axis in axes:
+      grad = lax.psum_scatter(grad, axis, scatter_dimension=dimension, tiled=True)
+    return grad
+
+  grads = [grad.astype(jnp.float32) for grad in grads]
+  if len(grads) == 1:
+    return (scatter(grads[0], dimensions[0]),)
+  ranks = math.prod(lax.axis_size(axis) for axis in axes)
+  shapes, parts = [], []
+  for grad, dimension in zip(grads, dimensions, strict=True):
+    before, size, behind = grad.shape[:dimension], grad.shape[dimension], grad.shape[dimension + 1 :]
+    shapes.append((*before, size // ranks, *behind))
+    apart = grad.reshape(*before, ranks, size // ranks, *behind)
+    parts.append(jnp.moveaxis(apart, dimension, 0).reshape(ranks, -1))
+  flat = scatter(jnp.concatenate(parts, axis=1).reshape(-1), 0)
+  cuts = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
+  return tuple(part.reshape(shape) for part, shape in zip(jnp.split(flat, cuts), shapes, strict=True))
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
@@ -120,7 +160,7 @@ def _gather_table_fwd(shard, where, dtype):
 
 
 def _gather_table_bwd(where, dtype, _, grad):
-  return (reduce_parameters(grad.gradient, where),)
+  return (reduce_parameters(grad.gradient, where, dtype),)
 
 
 gather_table.defvjp(_gather_table_fwd, _gather_table_bwd)
@@ -132,29 +172,58 @@ def gather_parameters(shards: Tree, placed: Tree, dtype: jnp.dtype) -> Tree:
   Args:
     placed: a `Sharded` for each, of one layer.
   """
+  leaves, structure = jax.tree.flatten(shards)
+  where = jax.tree.leaves(placed)
+  whole = [leaf.astype(of.dtype(dtype)) for leaf, of in zip(leaves, where, strict=True)]
+  for places, dimensions, axes, kind in _bundles(where, dtype):
+    gathered = _gather(tuple(leaves[i] for i in places), dimensions, axes, kind)
+    for i, leaf in zip(places, gathered, strict=True):
+      whole[i] = leaf
+  return jax.tree.unflatten(structure, whole)
 
-  def gather(shard: jax.Array, where: Sharded) -> jax.Array:
-    kind = jnp.dtype(jnp.float32) if where.weight.is_float32 else dtype
-    found = where.gathered()
-    return shard.astype(kind) if found is None else _gather(shard, *found, kind)
 
-  return jax.tree.map(gather, shards, placed)
-
-
-def reduce_parameters(grads: Tree, placed: Tree) -> Tree:
+def reduce_parameters(grads: Tree, placed: Tree, dtype: jnp.dtype) -> Tree:
   """Returns float32 gradients of a rank's shards from those of the whole weights that it had gathered.
 
   They are partial sums still over the mesh axes that `reduce_gradients` adds up.
 
   Args:
     placed: a `Sharded` for each, of one layer.
+    dtype: the compute dtype.
   """
+  leaves, structure = jax.tree.flatten(grads)
+  reduced = [leaf.astype(jnp.float32) for leaf in leaves]
+  for places, dimensions, axes, _ in _bundles(jax.tree.leaves(placed), dtype):
+    scattered = _reduce_scatter([leaves[i] for i in places], dimensions, axes)
+    for i, leaf in zip(places, scattered, strict=True):
+      reduced[i] = leaf
+  return jax.tree.unflatten(structure, reduced)
 
-  def reduce(grad: jax.Array, where: Sharded) -> jax.Array:
-    found = where.gathered()
-    return grad.astype(jnp.float32) if found is None else _reduce_scatter(grad, *found)
 
-  return jax.tree.map(reduce, grads, placed)
+def _bundles(
+  where: Sequence[Sharded], dtype: jnp.dtype
+) -> Iterator[tuple[list[int], tuple[int, ...], tuple[str, ...], jnp.dtype]]:
+  """What is gathered as one buffer: places among the weights, their dimensions, the axes, the dtype."""
+  gathered = [(place, found) for place, of in enumerate(where) if (found := of.gathered()) is not None]
+  keys = [((axes, where[place].dtype(dtype)), where[place].weight) for place, (_, axes) in gathered]
+  for bundle in weights.bundles(keys):
+    (axes, kind), _ = keys[bundle[0]]
+    yield [gathered[i][0] for i in bundle], tuple(gathered[i][1][0] for i in bundle), axes, kind
+
+
+def buffer_elements(placed: Tree, dtype: jnp.dtype, mesh: Mesh) -> list[int]:
+  """Returns the elements of a rank's shards in each buffer that a layer's parameters are gathered in.
+
+  Args:
+    placed: a `Sharded` for each, of one layer.
+    dtype: the compute dtype.
+  """
+  where = jax.tree.leaves(placed)
+
+  def shard_elements(of: Sharded) -> int:
+    return of.weight.size // math.prod(mesh.shape[axis] for axes in of.axes for axis in axes)
+
+  return [sum(shard_elements(where[i]) for i in places) for places, *_ in _bundles(where, dtype)]
 
 
 def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -285,7 +285,8 @@ class Plan:
   def group_sums(self, layout: str, values: np.ndarray) -> np.ndarray:
     """Returns each group's sum of its samples' values, [samples] -> float64 [groups]; exact below 2 ** 53."""
     samples, of = self.members[layout]
-    return np.bincount(of, values[samples], len(self.groups(layout)))
+    sums = np.bincount(of, values[samples], len(self.groups(layout)))
+    return sums.astype(np.float64, copy=False)  # integers where there are no samples
 
   @cached_property
   def members(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:

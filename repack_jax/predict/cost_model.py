@@ -47,13 +47,19 @@ def model_costs(cluster: ClusterConfig, model: ModelConfig) -> Costs:
 
   Products take their operations over `matmul_flops_per_s`, attention cores theirs over
   `attention_flops_per_s`, parameter collectives and the update their bytes over the links and the memory.
-  Each weight of a layer has a collective of its own, as in `parallel/sharded.py`.
+  As in `parallel/sharded.py`, small weights of a layer share a collective, and large ones have their own.
   """
   itemsize, spread = DTYPE_BYTES[model.compute_dtype], expert_ranks(model, cluster)
   matmul = cluster.matmul_flops_per_s
 
   def collective_s(own: float, routed: float, table: weights.Table) -> float:
-    return _collective_s(cluster, spread > 1, own, routed, list(weights.leaves(table)))
+    keyed = [
+      ((spread > 1 and weight.of_experts, weight.is_float32 or itemsize == 4), weight)
+      for weight in weights.leaves(table)
+    ]
+    over_nodes = [keyed[bundle[0]][0] for bundle in weights.bundles(keyed)]
+    inside = sum(not apart for apart, _ in over_nodes)
+    return _collective_s(cluster, spread > 1, own, routed, len(over_nodes), inside)
 
   def layer_costs(layer: int) -> LayerCosts:
     kind = model.kind(model.layer_kinds[layer])
@@ -94,22 +100,21 @@ def model_costs(cluster: ClusterConfig, model: ModelConfig) -> Costs:
 
 
 def _collective_s(
-  cluster: ClusterConfig, experts_spread: bool, own: float, routed: float, leaves: list[weights.Weight]
+  cluster: ClusterConfig, experts_spread: bool, own: float, routed: float, over_nodes: int, inside: int
 ) -> float:
-  """Gathering (or reduce-scattering) `own` bytes over the domain and `routed` bytes of experts.
+  """Seconds to gather (or reduce-scatter) `own` bytes over the domain, and `routed` bytes of experts.
 
-  One mesh axis after the other, and a collective a weight on each: over the nodes a rank takes in its own
-  share of what the others hold, over the ranks of a node all the rest. Of spread experts it has its own then.
+  One mesh axis after the other: over the nodes, in so many collectives, a rank takes in its own share of what
+  the others hold; then over the ranks of a node all the rest. Of spread experts it has its own by then.
   """
   nodes, local = cluster.nodes, cluster.ranks_per_node
   intra_rate, inter_rate = cluster.parameter_rates
   seconds = 0.0
   if nodes > 1:
-    seconds += len(leaves) * cluster.inter_node_latency_s
+    seconds += over_nodes * cluster.inter_node_latency_s
     seconds += (own + routed) / local * (nodes - 1) / nodes / inter_rate
   if local > 1:
-    whole = [weight for weight in leaves if not (experts_spread and weight.of_experts)]
-    seconds += len(whole) * cluster.intra_node_latency_s
+    seconds += inside * cluster.intra_node_latency_s
     seconds += (own + (0 if experts_spread else routed)) * (local - 1) / local / intra_rate
   return seconds
 

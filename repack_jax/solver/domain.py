@@ -333,7 +333,9 @@ def _bundled(problem: Problem, parent_of: np.ndarray | None, bundles: int) -> _B
   count = int(bundle_of.max(initial=-1)) + 1
 
   def summed(values: np.ndarray) -> np.ndarray:
-    return np.bincount(bundle_of, values, count)
+    return np.bincount(bundle_of, values, count).astype(
+      np.float64, copy=False
+    )  # integers where none are summed
 
   def summed_loads(loads: np.ndarray) -> np.ndarray:
     return np.stack([summed(loads[:, i]) for i in range(2)], axis=1)
