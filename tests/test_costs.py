@@ -131,8 +131,8 @@ def test_seconds_of_parameters_by_hand():
   own, routed = sizes.layer_parameters(MODEL, 1)
   assert own == 8 * 12 * 2 + 8 * 2 * 2 * 2 - 8 * 4 * 2 + 2 * 8 + 2 * 2 + 8 * 4 + 3 * 8 * 3
   assert routed == 3 * 4 * 8 * 5
-  # One axis after the other, spread experts in a buffer and all else in one. Over the nodes a rank takes in what
-  # the other of its place holds; inside its node half of a layer, of spread experts nothing.
+  # One axis after the other, spread experts in a buffer and all else in one. Over the nodes a rank takes in
+  # what the other of its place holds; inside its node half of a layer, of spread experts nothing.
   inter_s = (own + routed) * 4 / 2 / 2 / 8
   layer = costs.layers[1]
   assert layer.gather_s == layer.reduce_s == pytest.approx(2 * 5 + inter_s + 3 + own * 4 / 2 / 64)

@@ -57,7 +57,8 @@ def test_loss_and_gradients_do_not_depend_on_mesh_and_mode(one_rank, ranks, mode
     assert_same(sums_of_plan(run, plan, samples(lengths), widest_program(run)), one_rank[name])
 
 
-@pytest.mark.parametrize('ranks', [4, pytest.param(16, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize('ranks', [4, 16])
 def test_every_program_that_plans_ask_for_agrees(one_rank, ranks):
   """The narrowest program of each plan, over nodes or the domain, with solo samples or without."""
   run, used = run_config(ranks), set()
