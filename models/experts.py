@@ -21,13 +21,16 @@ from models.layers import GatedMLP, parameter
 from repack_jax.config.model import ModelConfig
 from repack_jax.config.weights import Table
 from repack_jax.exchange.collectives import exchange_blocks
-from repack_jax.ops.attention import KEPT
 from repack_jax.ops.grouped import grouped_matmul
 from repack_jax.ops.products import matmul
 from repack_jax.ops.rows import Move, from_rows, to_rows
 from repack_jax.parallel.mesh import LOCAL_AXIS
 from repack_jax.plan.arrays import PlanArrays
 from repack_jax.training.context import StepContext
+
+KEPT_OF_EXPERTS = (
+  'kept of experts'  # the name of what remat must keep, so that no exchange of theirs runs twice
+)
 
 
 class ExpertStats(NamedTuple):
@@ -134,10 +137,10 @@ class Experts(nnx.Module):
     blocks = to_rows(k, x, move).reshape(ranks, block, -1)
     theirs = lax.all_to_all(kept, LOCAL_AXIS, split_axis=0, concat_axis=0)  # [L, E/L], a few integers
     received = exchange_blocks(LOCAL_AXIS, ctx.chosen.exchange, blocks, sent, theirs.sum(axis=1))
-    received = checkpoint_name(received, KEPT)
+    received = checkpoint_name(received, KEPT_OF_EXPERTS)
     outputs = self._grouped_by_block(received, theirs, ctx)
     returned = exchange_blocks(LOCAL_AXIS, ctx.chosen.exchange, outputs, theirs.sum(axis=1), sent)
-    returned = checkpoint_name(returned, KEPT)
+    returned = checkpoint_name(returned, KEPT_OF_EXPERTS)
     dropped = (counts.sum() - sent.sum()).astype(jnp.float32)
     return from_rows(returned.reshape(ranks * block, -1), move), dropped
 

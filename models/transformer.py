@@ -23,7 +23,7 @@ import numpy as np
 from flax import nnx
 
 from models.attention import Attention
-from models.experts import Experts, ExpertStats
+from models.experts import KEPT_OF_EXPERTS, Experts, ExpertStats
 from models.layers import GatedMLP, RMSNorm
 from repack_jax.config import weights
 from repack_jax.config.model import ModelConfig
@@ -37,7 +37,10 @@ from repack_jax.plan.arrays import PlanArrays
 from repack_jax.training.context import StepContext
 
 Tree = Any
-_SAVE_EXCHANGED = jax.checkpoint_policies.save_only_these_names(KEPT)
+_SAVED = {  # by ModelConfig.remat; `none` is no remat of layers
+  'layer': jax.checkpoint_policies.save_only_these_names(KEPT, KEPT_OF_EXPERTS),
+  'layer_and_experts': jax.checkpoint_policies.save_only_these_names(KEPT),
+}
 
 
 class LossSums(NamedTuple):
@@ -302,7 +305,7 @@ def _differentiated(config: ModelConfig, run_layer: Callable) -> LayerFunction:
     x, stats = run_layer(weights, x, load, batch)
     return (x, (stats.balance, stats.router_z)), (stats.counts, stats.dropped)
 
-  return jax.checkpoint(layer, policy=_SAVE_EXCHANGED) if config.remat == 'layer' else layer
+  return jax.checkpoint(layer, policy=_SAVED[config.remat]) if config.remat in _SAVED else layer
 
 
 def _scan_in_line(
@@ -316,7 +319,7 @@ def _scan_in_line(
   batch: PlanArrays,
 ) -> tuple[jax.Array, ExpertStats]:
   """Scans the repeats, and in each its runs; a layer gathers its weights when it begins, in both passes."""
-  policy = _SAVE_EXCHANGED if config.remat == 'layer' else save_all_but_gathered
+  policy = _SAVED.get(config.remat, save_all_but_gathered)
 
   def gathered_layer(run: int, x: jax.Array, xs: tuple[Tree, jax.Array]):
     shards, load = xs

@@ -26,7 +26,7 @@ MODELS = {
   'dense': dataclasses.replace(MODEL, num_experts=0, pattern='SF').with_kind(
     SlidingWindowAttention(window_tokens=60)
   ),
-  'windows only': dataclasses.replace(MODEL, pattern='S'),
+  'windows only': dataclasses.replace(MODEL, pattern='S', remat='layer_and_experts'),
 }
 # The bounds leave out latencies, so there are none here.
 RATES = {

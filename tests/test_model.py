@@ -151,7 +151,8 @@ def test_two_domains_agree_with_one_rank(one_rank):
 @pytest.mark.parametrize(
   'changes',
   [
-    {'expert_placement': 'replicated'},
+    {'remat': 'layer_and_experts'},
+    pytest.param({'expert_placement': 'replicated'}, marks=pytest.mark.long),
     pytest.param(
       {'tie_embeddings': True, 'qk_norm': False, 'shared_expert_width': 0}, marks=pytest.mark.long
     ),
@@ -304,6 +305,21 @@ def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo, prefetch_
   # Those of layers are gathered again in the backward pass, where it needs them, and not kept.
   scattered = [e for e in equations(jaxpr, 'reduce_scatter') if e.outvars[0].aval.size == of_layer]
   assert len([e for e in gathers if e.invars[0].aval.size == of_layer]) == 2 * len(scattered) > 0
+
+
+@pytest.mark.parametrize(('remat', 'times'), [('layer', 4), ('layer_and_experts', 6)])
+def test_exchanges_of_spread_experts(monkeypatch, remat, times):
+  """There and back a layer and direction; twice in the backward pass where remat says so."""
+  monkeypatch.setattr('repack_jax.training.context.choose_exchange', lambda name, platform: 'ragged')
+  model = dataclasses.replace(MODEL, remat=remat)
+  run = run_config(4, model=model)
+  step, plan = TrainStep(run, make_mesh(run.cluster), Decoder(model)), cases.wide_plan(4, 2, SLOTS // 4)
+  runs_it, state = step.program(plan), step.state_shapes()
+  arrays = pack(plan, samples(plan.lengths), runs_it)
+  traced = jax.make_jaxpr(step.gradients, static_argnums=3)(state.params, state.carry, arrays, runs_it)
+  block = block_rows(model, SLOTS // 4, 2)
+  exchanged = [eqn.invars[0].aval.shape for eqn in equations(traced.jaxpr, 'ragged_all_to_all')]
+  assert exchanged.count((2 * block, model.d_model)) == 2 * times
 
 
 @pytest.mark.parametrize(

@@ -58,6 +58,20 @@ def test_one_sample_on_a_node():
   assert step.sent['expert exchange'][0] == pytest.approx(12 * 5 * 2 * 8 * 4 * 7 / 8)
 
 
+def test_exchanges_of_experts_that_are_repeated():
+  """Two more in the backward pass of each layer with experts, and nothing else."""
+  kept = costs_of('a node')
+  repeated = costs_of('a node', dataclasses.replace(MODEL, remat='layer_and_experts'))
+  groups = [Group(0, 8, (0,))]
+  plan = plan_of([40], groups, groups, kept.cluster)
+  few, more = simulate(kept, [plan]), simulate(repeated, [plan])
+  once_s = 3 * 2 * (1e-4 + 5 * 2 * 8 * 4 * 7 / 8 / 4e5)  # the first layer has no experts
+  assert few.seconds['expert exchange'] == pytest.approx(2 * once_s)
+  assert more.seconds['expert exchange'] == pytest.approx(3 * once_s)
+  assert more.step_s == pytest.approx(few.step_s + once_s)
+  assert more.sent['expert exchange'][0] == pytest.approx(1.5 * few.sent['expert exchange'][0])
+
+
 @pytest.mark.parametrize(
   ('inter_bytes_per_s', 'slower_s'), [(1e5, 4 * 4 / 1e5), (1e7, 4 * 3 / 4e5)], ids=['inter', 'intra']
 )

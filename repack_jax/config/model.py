@@ -32,7 +32,8 @@ class ModelConfig:
       smallest buffers that can never drop.
     balance_loss_weight, router_z_loss_weight: weights of the two auxiliary losses.
     compute_dtype: of activations and gathered weights; master weights are float32 always.
-    remat: `none` saves a layer's activations; `layer` recomputes all but what the exchanges moved.
+    remat: `none` saves a layer's activations; `layer` recomputes all but what the exchanges moved;
+      `layer_and_experts` repeats the exchanges of spread experts as well, which takes less memory.
     loss_vocab_chunk: logits exist for this many vocabulary entries at a time.
   """
 
@@ -69,7 +70,7 @@ class ModelConfig:
       self,
       expert_placement=('spread', 'replicated'),
       compute_dtype=('float32', 'bfloat16'),
-      remat=('none', 'layer'),
+      remat=('none', 'layer', 'layer_and_experts'),
     )
     check_min(
       self, 1, 'vocab_size', 'd_model', 'num_layers', 'num_heads', 'num_kv_heads', 'head_dim',

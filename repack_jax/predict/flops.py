@@ -27,7 +27,7 @@ def _matmul(*matrices: weights.Weight) -> int:
 
 def layer_passes(model: ModelConfig) -> int:
   """Returns how often a step computes a layer's products: once more where it recomputes."""
-  return TRAIN_OVER_FORWARD + (model.remat == 'layer')
+  return TRAIN_OVER_FORWARD + (model.remat != 'none')
 
 
 def qkv_flops_per_token(model: ModelConfig) -> int:

@@ -99,8 +99,8 @@ class LayoutTimes:
     dispatch_s, combine_s: the attention's exchanges; equal within a group, latency included.
     result_heads: that a rank of the group works on.
     routed_tokens: tokens whose experts' work is the rank's.
-    expert_exchange_s: one of the experts' two exchanges; equal within a node.
-    attention, experts: bytes of both exchanges of either.
+    expert_exchange_s: one exchange of the experts; equal within a node.
+    attention, experts: bytes of two exchanges of either, there and back.
     halos: where layers run by halo, what they shift, by their `halo_tokens`. Then exchanges take and send
       nothing.
     move_s, move: a redistribution pass into or out of this layer's layout, where there is one; bytes are the
@@ -357,7 +357,8 @@ def _layer_s(times: PlanTimes, costs: Costs, layer: LayerCosts, backward: bool) 
     attention = attention + of.combine_s + solo
   experts = np.zeros(len(solo))
   if layer.has_experts:
-    experts = 2 * of.expert_exchange_s + linear * of.routed_tokens * layer.routed_s
+    exchanges_s = costs.expert_exchanges[backward] * of.expert_exchange_s
+    experts = exchanges_s + linear * of.routed_tokens * layer.routed_s
   # Projections run on all slots, so ranks reach each meeting at the same time but for the exchanges' own.
   if backward and halo is not None:  # gradients are shifted back behind the core
     both = halo.slowest(experts + attention) + halo.seconds

@@ -53,7 +53,8 @@ def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfi
   """Returns bytes a rank needs at its full capacity, by purpose. An estimate: compilers keep what they like.
 
   Activations are those that the backward pass reads: with `remat = 'none'` each product's operands, with
-  `layer` a layer's input and what the exchanges moved, plus one layer's own while it is recomputed.
+  `layer` a layer's input and what the exchanges moved (`layer_and_experts`: those of attention alone), plus
+  one layer's own while it is recomputed.
   """
   itemsize = DTYPE_BYTES[model.compute_dtype]
   tokens = planner.capacity_tokens
@@ -83,8 +84,9 @@ def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfi
   if model.remat == 'none':
     kept = sum(all_of(layer) for layer in layers)
   else:
+    of_experts = received if model.remat == 'layer' else 0
     kept = sum(
-      model.d_model + moved(layer) + result + (received if model.has_experts(layer) else 0)
+      model.d_model + moved(layer) + result + (of_experts if model.has_experts(layer) else 0)
       for layer in layers
     )
     kept += max(all_of(layer) for layer in layers)

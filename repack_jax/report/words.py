@@ -80,7 +80,7 @@ def describe_model(model: ModelConfig) -> str:
   else:
     parts.append(f'dense feed-forward blocks of width {model.dense_width:,}')
   parts.append(f'vocabulary of {model.vocab_size:,}')
-  recomputed = 'layers recomputed' if model.remat == 'layer' else 'no recomputation'
+  recomputed = 'layers recomputed' if model.remat != 'none' else 'no recomputation'
   parts.append(f'{model.compute_dtype}, {recomputed}')
   return '; '.join(parts)
 
