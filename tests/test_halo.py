@@ -186,10 +186,10 @@ def test_loss_and_gradients_do_not_depend_on_mesh_and_mode(ranks):
     assert_same(sums_of_plan(run, plan, samples(LENGTHS[name]), by_halo(run)), one_rank(name))
 
 
-@pytest.mark.parametrize('seeds', [range(2, 20, 3), pytest.param(range(30), marks=pytest.mark.long)])
-def test_random_legal_plans_agree_with_one_rank(seeds):
+@pytest.mark.long
+def test_random_legal_plans_agree_with_one_rank():
   run, several = run_config(16), 0
-  for seed in seeds:
+  for seed in range(30):
     rng = np.random.default_rng(seed)
     row = 4 if seed % 3 == 2 else 1
     plan = cases.random_plan(

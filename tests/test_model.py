@@ -88,7 +88,7 @@ def test_the_planner_gives_these_batches_what_the_test_means_to_test():
   assert beside.widest(PARENTS) == 16 and len(beside.solo) > 1
 
 
-@pytest.mark.parametrize(('ranks', 'remat'), [(32, 'layer'), (4, 'none')])
+@pytest.mark.parametrize(('ranks', 'remat'), [(32, 'layer'), pytest.param(4, 'none', marks=pytest.mark.long)])
 def test_solo_samples_beside_a_wide_parent_with_local_children(ranks, remat):
   """A layout by hand: children of every size in nodes of their own, full and empty ranks, solo on most."""
   run = run_config(ranks, model=dataclasses.replace(MODEL, remat=remat))
@@ -173,16 +173,17 @@ def test_model_variants_do_not_depend_on_the_mesh(changes):
 
 
 def test_kinds_in_one_layout_do_not_depend_on_the_mesh():
-  """Windows and chunks, both in the children's layout, beside full layers without rotary positions."""
-  model = dataclasses.replace(MODEL, num_layers=3, pattern='FSC', expert_placement='replicated')
-  model = model.with_kind(ChunkedAttention(chunk_tokens=5)).with_kind(FullAttention(rope_theta=0))
+  """Windows without rotary positions, and chunks, both in the children's layout."""
+  model = dataclasses.replace(MODEL, pattern='SC', expert_placement='replicated')
+  model = model.with_kind(ChunkedAttention(chunk_tokens=5))
+  model = model.with_kind(SlidingWindowAttention(window_tokens=7, rope_theta=0))
   batch = samples(LENGTHS['giant and short'])
   want = sums_of_batch(run_config(1, model=model), batch)
   assert_same(sums_of_batch(run_config(4, model=model), batch), want)
 
 
 def test_attention_implementations_agree(one_rank):
-  run = run_config(4, attention='reference')
+  run = run_config(1, attention='reference')
   batch = samples(LENGTHS['giant and short'])
   assert_same(sums_of_batch(run, batch), one_rank['giant and short'])
 
@@ -211,7 +212,7 @@ def test_remat_changes_nothing(one_rank):
 def test_micro_batches_add_up(one_rank):
   """Half the slots: the batch takes two micro-batches, of unequal sizes, and gives the same sums."""
   lengths = LENGTHS['giant and short']
-  run = run_config(4, slots=SLOTS // 2)
+  run = run_config(1, slots=SLOTS // 2)
   plans = plans_of(run, lengths)
   assert len(plans) == 2 and len({plan.total_tokens for plan in plans}) == 2
   assert_same(sums_of_batch(run, samples(lengths)), one_rank['giant and short'])
@@ -244,7 +245,7 @@ def test_positions_restart_in_each_sample():
 
 def test_padding_is_invisible(one_rank):
   """Twice the slots, so that over half are padding: the same losses, counts and gradients."""
-  run = run_config(4, slots=2 * SLOTS)
+  run = run_config(1, slots=2 * SLOTS)
   batch = samples(LENGTHS['equal'])
   assert_same(sums_of_batch(run, batch), one_rank['equal'])
   tokens = sum(LENGTHS['equal'])
@@ -254,7 +255,7 @@ def test_padding_is_invisible(one_rank):
 
 def test_tight_expert_buffers_drop_and_count():
   model = dataclasses.replace(MODEL, expert_capacity_factor=1.0)
-  run = run_config(8, model=model)
+  run = run_config(4, model=model)
   losses = sums_of_batch(run, samples(LENGTHS['giant'])).losses
   assert 0 < int(losses.dropped) < losses.expert_counts.sum()
   assert np.isfinite(losses.cross_entropy)
