@@ -84,6 +84,5 @@ def test_there_and_back(dtype, expert_ranks):
   jaxpr = jax.make_jaxpr(run)(shards, grads).jaxpr
   assert len(equations(jaxpr, 'all_gather')) == expected
   assert len(equations(jaxpr, 'reduce_scatter')) == 2 * expected  # ours, and those of autodiff
-  elements = buffer_elements(placed, dtype, mesh)
-  gathered = sum(x.size for x in jax.tree.leaves(values)) - 3  # what no rank count divides is not
-  assert len(elements) == several + (expert_ranks > 1) and sum(elements) == gathered / 4
+  # Each of fewer elements than a tile has, and so padded to one.
+  assert buffer_elements(placed, dtype, mesh) == [8 * 128] * (several + (expert_ranks > 1))

@@ -21,7 +21,7 @@ from repack_jax.parallel.xla_flags import with_gpu_flags
 DATA, NODE, LOCAL_AXIS = 'data', 'node', 'local'
 DOMAIN_AXES = (NODE, LOCAL_AXIS)
 ALL_AXES = (DATA, NODE, LOCAL_AXIS)
-TILE_ROWS = 8  # of a TPU's tiles; shards of fewer are padded to it
+TILE_ROWS, TILE_COLUMNS = 8, 128  # a TPU's tiles; shards of fewer are padded to them
 RANK_BLOCKS = PartitionSpec(ALL_AXES)
 REPLICATED = PartitionSpec()
 

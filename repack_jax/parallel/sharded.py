@@ -20,9 +20,10 @@ from jax.sharding import Mesh, PartitionSpec
 from repack_jax.config import weights
 from repack_jax.config.weights import Weight
 from repack_jax.ops.rows import Table
-from repack_jax.parallel.mesh import ALL_AXES, NODE, parameter_spec
+from repack_jax.parallel.mesh import ALL_AXES, NODE, TILE_COLUMNS, TILE_ROWS, parameter_spec
 
 Tree = Any
+_TILE = TILE_ROWS * TILE_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -96,14 +97,17 @@ def _gather(
   """
   if len(shards) == 1:
     return (_all_gather(shards[0].astype(dtype), dimensions[0], axes),)
-  flat = _all_gather(jnp.concatenate([shard.astype(dtype).reshape(-1) for shard in shards]), 0, axes)
+  flat = _tiled(jnp.concatenate([shard.astype(dtype).reshape(1, -1) for shard in shards], axis=1))
   ranks = math.prod(lax.axis_size(axis) for axis in axes)
-  parts = jnp.split(flat.reshape(ranks, -1), np.cumsum([shard.size for shard in shards])[:-1], axis=1)
+  sizes = [shard.size for shard in shards]
+  of_ranks = _all_gather(flat, 0, axes).reshape(ranks, -1)[:, : sum(sizes)]
+  parts = jnp.split(of_ranks, np.cumsum(sizes)[:-1], axis=1)
   whole = []
   for part, shard, dimension in zip(parts, shards, dimensions, strict=True):
     apart = jnp.moveaxis(part.reshape(ranks, *shard.shape), 0, dimension)
     whole.append(apart.reshape(*shard.shape[:dimension], -1, *shard.shape[dimension + 1 :]))
-  return tuple(whole)
+  # XLA:TPU would take their order into the products that use them, and multiply several times as much.
+  return lax.optimization_barrier(tuple(whole))
 
 
 def _all_gather(shard: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
@@ -140,9 +144,18 @@ def _reduce_scatter(
     shapes.append((*before, size // ranks, *behind))
     apart = grad.reshape(*before, ranks, size // ranks, *behind)
     parts.append(jnp.moveaxis(apart, dimension, 0).reshape(ranks, -1))
-  flat = scatter(jnp.concatenate(parts, axis=1).reshape(-1), 0)
-  cuts = np.cumsum([math.prod(shape) for shape in shapes])[:-1]
-  return tuple(part.reshape(shape) for part, shape in zip(jnp.split(flat, cuts), shapes, strict=True))
+  sizes = [math.prod(shape) for shape in shapes]
+  flat = scatter(_tiled(jnp.concatenate(parts, axis=1)), 0).reshape(-1)[: sum(sizes)]
+  split = jnp.split(flat, np.cumsum(sizes)[:-1])
+  return tuple(part.reshape(shape) for part, shape in zip(split, shapes, strict=True))
+
+
+def _tiled(x: jax.Array) -> jax.Array:
+  """Rows of equal length, padded to whole tiles and cut into rows of one.
+
+  Of other shapes XLA:TPU makes all-reduces in place of gathers and reduce-scatters.
+  """
+  return jnp.pad(x, ((0, 0), (0, -x.shape[1] % _TILE))).reshape(-1, TILE_COLUMNS)
 
 
 _gather.defvjp(_gather_fwd, _gather_bwd)
@@ -223,7 +236,11 @@ def buffer_elements(placed: Tree, dtype: jnp.dtype, mesh: Mesh) -> list[int]:
   def shard_elements(of: Sharded) -> int:
     return of.weight.size // math.prod(mesh.shape[axis] for axes in of.axes for axis in axes)
 
-  return [sum(shard_elements(where[i]) for i in places) for places, *_ in _bundles(where, dtype)]
+  buffers = []
+  for places, *_ in _bundles(where, dtype):
+    elements = sum(shard_elements(where[i]) for i in places)
+    buffers.append(elements if len(places) == 1 else elements + -elements % _TILE)
+  return buffers
 
 
 def save_all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
