@@ -272,9 +272,8 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
     values / max(values.sum(), 1e-300) for values in (tokens, parents_s, children_s, step_s)
   )
   span_meets = cluster.exchange_meets == 'span'
-  expert_bytes = (
-    sum(costs.expert_exchanges) * costs.expert_bytes_per_token * any(layer.has_experts for layer in layers)
-  )
+  expert_bytes = sum(costs.expert_exchanges) * costs.expert_bytes_per_token
+  expert_bytes *= any(layer.has_experts for layer in layers)
   return Problem(
     tokens=tokens.astype(np.float64),
     parents_s=parents_s,
@@ -335,9 +334,8 @@ def _bundled(problem: Problem, parent_of: np.ndarray | None, bundles: int) -> _B
   count = int(bundle_of.max(initial=-1)) + 1
 
   def summed(values: np.ndarray) -> np.ndarray:
-    return np.bincount(bundle_of, values, count).astype(
-      np.float64, copy=False
-    )  # integers where none are summed
+    sums = np.bincount(bundle_of, values, count)
+    return sums.astype(np.float64, copy=False)  # integers where there are none
 
   def summed_loads(loads: np.ndarray) -> np.ndarray:
     return np.stack([summed(loads[:, i]) for i in range(2)], axis=1)
