@@ -28,9 +28,8 @@ from repack_jax.parallel.mesh import LOCAL_AXIS
 from repack_jax.plan.arrays import PlanArrays
 from repack_jax.training.context import StepContext
 
-KEPT_OF_EXPERTS = (
-  'kept of experts'  # the name of what remat must keep, so that no exchange of theirs runs twice
-)
+# The name of what remat must keep so that no exchange of experts runs twice.
+KEPT_OF_EXPERTS = 'kept of experts'
 
 
 class ExpertStats(NamedTuple):

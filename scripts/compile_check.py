@@ -145,10 +145,8 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
   shards = [leaf.sharding.shard_shape(leaf.shape) for leaf in jax.tree.leaves(step.state_shapes().params)]
   # A layer's own out of its stack, whose first two dimensions are repeats and layers.
   shards += [shape[2:] for shape in shards if len(shape) > 2]
-  dtype = jax.numpy.dtype(run.model.compute_dtype)
   for of_run in itertools.chain.from_iterable(step.placed['stacks']):
-    of_layer = jax.tree.map(lambda leaf: leaf.of_layer, of_run)
-    shards += [(n,) for n in buffer_elements(of_layer, dtype, step.mesh)]
+    shards += [(n,) for n in buffer_elements(of_run, run.model.compute_dtype, step.mesh)]
   cluster, node = run.cluster, run.cluster.ranks_per_node
   sizes = parameter_sizes(shards, cluster.nodes, node)
   accumulate, update = (hlo.CompiledProgram(programs[name].as_text()) for name in ('accumulate', 'update'))

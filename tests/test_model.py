@@ -295,9 +295,8 @@ def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo, prefetch_
   assert sorted(axes) == [('local',)] * 4 + [('node', 'local')] * 4
   assert not equations(jaxpr, 'all_to_all')
   gathers = equations(jaxpr, 'all_gather')
-  of_layers = jax.tree.map(lambda leaf: leaf.of_layer, step.placed['stacks'])
   (of_layer,) = {
-    n for stack in of_layers for run in stack for n in buffer_elements(run, 'float32', step.mesh)
+    n for stack in step.placed['stacks'] for run in stack for n in buffer_elements(run, 'float32', step.mesh)
   }
   outside = [shapes.params[name].size // 16 for name in ('embedding', 'head')] + [MODEL.d_model // 16]
   allowed = {n * nodes for n in (of_layer, *outside) for nodes in (1, 2)}  # a rank's, and gathered over nodes

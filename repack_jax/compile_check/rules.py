@@ -152,16 +152,16 @@ def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan, prog
   checks = []
   for purpose in (ATTENTION, HALO, EXPERTS):
     each = program.halo_hops if purpose == HALO else 2
-    repeated = 2 if purpose == EXPERTS and model.remat == 'layer_and_experts' else 0
+    repeats = model.expert_round_trips if purpose == EXPERTS else (1, 1)
     layers_of = {layout: _layers(model, layout, purpose, program) for layout in LAYOUTS}
     times: dict[tuple[str, str], int] = defaultdict(int)
     for one in found:
       if one.purpose == purpose:
         times[one.layout, one.direction] += one.collective.times
     expected = {
-      (layout, direction): (each + more) * layers
-      for layout, layers in layers_of.items() for direction, more in (('forward', 0), ('backward', repeated))
-      if each * layers
+      (layout, direction): each * times * layers
+      for layout, layers in layers_of.items()
+      for direction, times in zip(('forward', 'backward'), repeats, strict=True) if each * layers
     }  # fmt: skip
     if not times and (purpose == EXPERTS or not expected):
       continue

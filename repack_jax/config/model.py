@@ -109,6 +109,11 @@ class ModelConfig:
       check_min(self, 1, 'dense_width')
 
   @property
+  def expert_round_trips(self) -> tuple[int, int]:
+    """Returns how often a layer's tokens go to spread experts and back, in the forward and backward pass."""
+    return 1, 2 if self.remat == 'layer_and_experts' else 1
+
+  @property
   def layer_kinds(self) -> str:
     """Returns the letter of each layer's kind, as one string of length num_layers."""
     return ''.join(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))

@@ -44,6 +44,10 @@ class Weight:
     """Returns its number of parameters in one layer."""
     return math.prod(self.shape)
 
+  def dtype(self, compute_dtype: str) -> str:
+    """Returns what it is used in."""
+    return 'float32' if self.is_float32 else compute_dtype
+
 
 def leaves(table: Table) -> Iterator[Weight]:
   """Yields the weights of a table, in its order."""

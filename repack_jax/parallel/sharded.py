@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from repack_jax.config import weights
 from repack_jax.config.weights import Weight
@@ -49,10 +50,6 @@ class Sharded:
   def axes(self) -> list[tuple[str, ...]]:
     """Returns the mesh axes that each dimension is sharded over."""
     return [(entry,) if isinstance(entry, str) else entry or () for entry in self.spec]
-
-  def dtype(self, compute: jnp.dtype) -> jnp.dtype:
-    """Returns what it is used in."""
-    return jnp.dtype(jnp.float32) if self.weight.is_float32 else jnp.dtype(compute)
 
   def gathered(self) -> tuple[int, tuple[str, ...]] | None:
     """Returns the dimension to gather and its axes. Spread experts, sharded over `local` alone, stay so."""
@@ -98,7 +95,7 @@ def _gather(
   if len(shards) == 1:
     return (_all_gather(shards[0].astype(dtype), dimensions[0], axes),)
   flat = _tiled(jnp.concatenate([shard.astype(dtype).reshape(1, -1) for shard in shards], axis=1))
-  ranks = math.prod(lax.axis_size(axis) for axis in axes)
+  ranks = lax.axis_size(axes)
   sizes = [shard.size for shard in shards]
   of_ranks = _all_gather(flat, 0, axes).reshape(ranks, -1)[:, : sum(sizes)]
   parts = jnp.split(of_ranks, np.cumsum(sizes)[:-1], axis=1)
@@ -137,7 +134,7 @@ def _reduce_scatter(
   grads = [grad.astype(jnp.float32) for grad in grads]
   if len(grads) == 1:
     return (scatter(grads[0], dimensions[0]),)
-  ranks = math.prod(lax.axis_size(axis) for axis in axes)
+  ranks = lax.axis_size(axes)
   shapes, parts = [], []
   for grad, dimension in zip(grads, dimensions, strict=True):
     before, size, behind = grad.shape[:dimension], grad.shape[dimension], grad.shape[dimension + 1 :]
@@ -185,14 +182,11 @@ def gather_parameters(shards: Tree, placed: Tree, dtype: jnp.dtype) -> Tree:
   Args:
     placed: a `Sharded` for each, of one layer.
   """
-  leaves, structure = jax.tree.flatten(shards)
-  where = jax.tree.leaves(placed)
-  whole = [leaf.astype(of.dtype(dtype)) for leaf, of in zip(leaves, where, strict=True)]
-  for places, dimensions, axes, kind in _bundles(where, dtype):
-    gathered = _gather(tuple(leaves[i] for i in places), dimensions, axes, kind)
-    for i, leaf in zip(places, gathered, strict=True):
-      whole[i] = leaf
-  return jax.tree.unflatten(structure, whole)
+
+  def alone(shard: jax.Array, where: Sharded) -> jax.Array:
+    return shard.astype(where.weight.dtype(jnp.dtype(dtype).name))
+
+  return _in_bundles(shards, placed, dtype, alone, _gather)
 
 
 def reduce_parameters(grads: Tree, placed: Tree, dtype: jnp.dtype) -> Tree:
@@ -204,31 +198,47 @@ def reduce_parameters(grads: Tree, placed: Tree, dtype: jnp.dtype) -> Tree:
     placed: a `Sharded` for each, of one layer.
     dtype: the compute dtype.
   """
-  leaves, structure = jax.tree.flatten(grads)
-  reduced = [leaf.astype(jnp.float32) for leaf in leaves]
-  for places, dimensions, axes, _ in _bundles(jax.tree.leaves(placed), dtype):
-    scattered = _reduce_scatter([leaves[i] for i in places], dimensions, axes)
-    for i, leaf in zip(places, scattered, strict=True):
-      reduced[i] = leaf
-  return jax.tree.unflatten(structure, reduced)
+
+  def together(
+    grads: tuple[jax.Array, ...], dimensions: tuple[int, ...], axes: tuple[str, ...], _: jnp.dtype
+  ) -> tuple[jax.Array, ...]:
+    return _reduce_scatter(grads, dimensions, axes)
+
+  return _in_bundles(grads, placed, dtype, lambda grad, _: grad.astype(jnp.float32), together)
+
+
+def _in_bundles(tree: Tree, placed: Tree, dtype: jnp.dtype, alone: Callable, together: Callable) -> Tree:
+  """What `together` makes of each bundle's leaves, and `alone` of each that is not gathered."""
+  leaves, structure = jax.tree.flatten(tree)
+  where = jax.tree.leaves(placed)
+  for place, of in enumerate(where):
+    if of.gathered() is None:
+      leaves[place] = alone(leaves[place], of)
+  for places, *how in _bundles(where, dtype):
+    made = together(tuple(leaves[i] for i in places), *how)
+    for i, leaf in zip(places, made, strict=True):
+      leaves[i] = leaf
+  return jax.tree.unflatten(structure, leaves)
 
 
 def _bundles(
-  where: Sequence[Sharded], dtype: jnp.dtype
-) -> Iterator[tuple[list[int], tuple[int, ...], tuple[str, ...], jnp.dtype]]:
+  where: Sequence[Sharded], dtype: DTypeLike
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...], jnp.dtype]]:
   """What is gathered as one buffer: places among the weights, their dimensions, the axes, the dtype."""
-  gathered = [(place, found) for place, of in enumerate(where) if (found := of.gathered()) is not None]
-  keys = [((axes, where[place].dtype(dtype)), where[place].weight) for place, (_, axes) in gathered]
-  for bundle in weights.bundles(keys):
-    (axes, kind), _ = keys[bundle[0]]
-    yield [gathered[i][0] for i in bundle], tuple(gathered[i][1][0] for i in bundle), axes, kind
+  compute_dtype = jnp.dtype(dtype).name
+  gathered = [(place, of.weight, *found) for place, of in enumerate(where) if (found := of.gathered())]
+  keyed = [((axes, weight.dtype(compute_dtype)), weight) for _, weight, _, axes in gathered]
+  for bundle in weights.bundles(keyed):
+    (axes, kind), _ = keyed[bundle[0]]
+    places, _, dimensions, _ = zip(*(gathered[i] for i in bundle), strict=True)
+    yield places, dimensions, axes, jnp.dtype(kind)
 
 
-def buffer_elements(placed: Tree, dtype: jnp.dtype, mesh: Mesh) -> list[int]:
+def buffer_elements(placed: Tree, dtype: DTypeLike, mesh: Mesh) -> list[int]:
   """Returns the elements of a rank's shards in each buffer that a layer's parameters are gathered in.
 
   Args:
-    placed: a `Sharded` for each, of one layer.
+    placed: a `Sharded` for each, of one layer or of alike layers that are stacked.
     dtype: the compute dtype.
   """
   where = jax.tree.leaves(placed)

@@ -54,7 +54,7 @@ def model_costs(cluster: ClusterConfig, model: ModelConfig) -> Costs:
 
   def collective_s(own: float, routed: float, table: weights.Table) -> float:
     keyed = [
-      ((spread > 1 and weight.of_experts, weight.is_float32 or itemsize == 4), weight)
+      ((spread > 1 and weight.of_experts, weight.dtype(model.compute_dtype)), weight)
       for weight in weights.leaves(table)
     ]
     over_nodes = [keyed[bundle[0]][0] for bundle in weights.bundles(keyed)]
@@ -92,7 +92,7 @@ def model_costs(cluster: ClusterConfig, model: ModelConfig) -> Costs:
     vocabulary_tables=1 if model.tie_embeddings else 2,
     expert_ranks=spread,
     expert_bytes_per_token=model.experts_per_token * hidden_bytes * (1 - 1 / spread),
-    expert_exchanges=(2, 4 if model.remat == 'layer_and_experts' else 2),
+    expert_round_trips=model.expert_round_trips,
     hidden_bytes=hidden_bytes,
     data_reduce_s=_data_reduce_s(cluster, shard * GRADIENT_BYTES),
     optimizer_s=shard * _UPDATE_BYTES_PER_PARAMETER / cluster.memory_bytes_per_s,

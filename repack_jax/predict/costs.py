@@ -73,7 +73,8 @@ class Costs:
     vocabulary_tables: 2 where the logits have a table of their own, 1 where they share the embedding's.
     expert_ranks: ranks that the experts of a layer are spread over; 1 where each has them all.
     expert_bytes_per_token: what a token sends to experts on other ranks, or gets back.
-    expert_exchanges: of a layer in the forward and the backward pass: more in this where it repeats those.
+    expert_round_trips: how often tokens go to the experts of a layer and back, in the forward and the
+      backward pass.
     hidden_bytes: of a token's hidden state; what redistribution, which nothing here does, would move.
     data_reduce_s: summing a micro-batch's gradients over domains.
     optimizer_s: the update.
@@ -91,7 +92,7 @@ class Costs:
   vocabulary_tables: int = 2
   expert_ranks: int = 1
   expert_bytes_per_token: float = 0.0
-  expert_exchanges: tuple[int, int] = (2, 2)
+  expert_round_trips: tuple[int, int] = (1, 1)
   hidden_bytes: float = 0.0
   data_reduce_s: float = 0.0
   optimizer_s: float = 0.0

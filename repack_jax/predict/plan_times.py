@@ -357,7 +357,7 @@ def _layer_s(times: PlanTimes, costs: Costs, layer: LayerCosts, backward: bool) 
     attention = attention + of.combine_s + solo
   experts = np.zeros(len(solo))
   if layer.has_experts:
-    exchanges_s = costs.expert_exchanges[backward] * of.expert_exchange_s
+    exchanges_s = 2 * costs.expert_round_trips[backward] * of.expert_exchange_s
     experts = exchanges_s + linear * of.routed_tokens * layer.routed_s
   # Projections run on all slots, so ranks reach each meeting at the same time but for the exchanges' own.
   if backward and halo is not None:  # gradients are shifted back behind the core

@@ -353,11 +353,11 @@ class _Player:
   def _experts(self, times: PlanTimes, of: LayoutTimes, per_token_s: float) -> None:
     if self.costs.expert_ranks > 1:
       self.meet('wait: experts', times.nodes)
-    there_and_back = self.costs.expert_exchanges[self.backward] / 2
-    self.work('expert exchange', there_and_back * of.expert_exchange_s)
+    trips = self.costs.expert_round_trips[self.backward]
+    self.work('expert exchange', trips * of.expert_exchange_s)
     self.work('experts', of.routed_tokens * per_token_s)
-    self.work('expert exchange', there_and_back * of.expert_exchange_s)
-    self._count('expert exchange', there_and_back * of.experts.intra, there_and_back * of.experts.inter)
+    self.work('expert exchange', trips * of.expert_exchange_s)
+    self._count('expert exchange', trips * of.experts.intra, trips * of.experts.inter)
 
   def _move(self, of: LayoutTimes) -> None:
     if of.move_s is None or of.move is None:

@@ -41,7 +41,7 @@ def lower_bound_s(lengths: Sequence[int] | np.ndarray, costs: Costs, config: Pla
     mean_s, longest_s = _attention_bounds_s(lengths, costs, config, layer.attention_s, by_halo)
     mean_s += tokens * both * layer.routed_s
     if layer.has_experts:
-      expert_bytes = sum(costs.expert_exchanges) * tokens * costs.expert_bytes_per_token
+      expert_bytes = 2 * sum(costs.expert_round_trips) * tokens * costs.expert_bytes_per_token
       mean_s += expert_bytes / cluster.intra_node_bytes_per_s
     of_layer.append((mean_s, longest_s))
   if cluster.prefetch_layers == 0 and cluster.domains == 1:

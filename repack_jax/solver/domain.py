@@ -272,7 +272,7 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
     values / max(values.sum(), 1e-300) for values in (tokens, parents_s, children_s, step_s)
   )
   span_meets = cluster.exchange_meets == 'span'
-  expert_bytes = sum(costs.expert_exchanges) * costs.expert_bytes_per_token
+  expert_bytes = 2 * sum(costs.expert_round_trips) * costs.expert_bytes_per_token
   expert_bytes *= any(layer.has_experts for layer in layers)
   return Problem(
     tokens=tokens.astype(np.float64),

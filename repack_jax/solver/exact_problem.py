@@ -255,15 +255,13 @@ class PlanProblem:
     passes = ((False, layer.routed_s), (True, costs.linear_backward * layer.routed_s))
     if costs.expert_ranks == 1:
       return {way: [self._held([rank], s, with_solo=True) for rank in self.ranks] for way, s in passes}
-    cluster = costs.cluster
+    token_s = 2 * costs.expert_bytes_per_token / costs.cluster.intra_node_bytes_per_s
     times: dict[bool, list[cp_model.LinearExpr]] = {False: [], True: []}
     for first in self.ranks[::node]:
       ranks = range(first, first + node)
+      held = (self._held([rank], token_s, with_solo=True) for rank in ranks)
+      trip = self._largest(f'experts{first}', held) + self._units(2 * costs.cluster.intra_node_latency_s)
       for way, seconds in passes:
-        exchanges = costs.expert_exchanges[way]
-        token_s = exchanges * costs.expert_bytes_per_token / cluster.intra_node_bytes_per_s
-        held = (self._held([rank], token_s, with_solo=True) for rank in ranks)
-        latency = self._units(exchanges * cluster.intra_node_latency_s)
-        exchange = self._largest(f'experts{first}{way}', held) + latency
-        times[way] += [exchange + self._held(ranks, seconds / node, with_solo=True)] * node
+        exchanges = costs.expert_round_trips[way] * trip
+        times[way] += [exchanges + self._held(ranks, seconds / node, with_solo=True)] * node
     return times
