@@ -172,18 +172,19 @@ def test_model_variants_do_not_depend_on_the_mesh(changes):
   assert_same(sums_of_batch(run_config(4, model=model), batch), want)
 
 
-def test_kinds_in_one_layout_do_not_depend_on_the_mesh():
-  """Windows without rotary positions, and chunks, both in the children's layout."""
-  model = dataclasses.replace(MODEL, pattern='SC', expert_placement='replicated')
-  model = model.with_kind(ChunkedAttention(chunk_tokens=5))
-  model = model.with_kind(SlidingWindowAttention(window_tokens=7, rope_theta=0))
+@pytest.mark.parametrize('ranks', [4, pytest.param(16, marks=pytest.mark.long)])
+def test_kinds_in_one_layout_do_not_depend_on_the_mesh(ranks):
+  """Windows and chunks, both in the children's layout, beside full layers without rotary positions."""
+  model = dataclasses.replace(MODEL, num_layers=3, pattern='FSC', expert_placement='replicated')
+  model = model.with_kind(ChunkedAttention(chunk_tokens=5)).with_kind(FullAttention(rope_theta=0))
   batch = samples(LENGTHS['giant and short'])
   want = sums_of_batch(run_config(1, model=model), batch)
-  assert_same(sums_of_batch(run_config(4, model=model), batch), want)
+  assert_same(sums_of_batch(run_config(ranks, model=model), batch), want)
 
 
-def test_attention_implementations_agree(one_rank):
-  run = run_config(1, attention='reference')
+@pytest.mark.parametrize('ranks', [1, pytest.param(8, marks=pytest.mark.long)])
+def test_attention_implementations_agree(one_rank, ranks):
+  run = run_config(ranks, attention='reference')
   batch = samples(LENGTHS['giant and short'])
   assert_same(sums_of_batch(run, batch), one_rank['giant and short'])
 
@@ -209,18 +210,20 @@ def test_remat_changes_nothing(one_rank):
   assert_same(sums_of_batch(run, batch), one_rank['equal'], tolerance=1e-5)
 
 
-def test_micro_batches_add_up(one_rank):
+@pytest.mark.parametrize('ranks', [1, pytest.param(8, marks=pytest.mark.long)])
+def test_micro_batches_add_up(one_rank, ranks):
   """Half the slots: the batch takes two micro-batches, of unequal sizes, and gives the same sums."""
   lengths = LENGTHS['giant and short']
-  run = run_config(1, slots=SLOTS // 2)
+  run = run_config(ranks, slots=SLOTS // 2)
   plans = plans_of(run, lengths)
   assert len(plans) == 2 and len({plan.total_tokens for plan in plans}) == 2
   assert_same(sums_of_batch(run, samples(lengths)), one_rank['giant and short'])
 
 
-def test_no_document_sees_another():
+@pytest.mark.parametrize('ranks', [4, pytest.param(16, marks=pytest.mark.long)])
+def test_no_document_sees_another(ranks):
   """Changing document A leaves document B's loss, in full and sparse layers alike, as it was to the bit."""
-  run = run_config(4)
+  run = run_config(ranks)
   a, b, c = samples([90, 60, 30])
   (plan,) = plans_of(run, [90, 60, 30])
   other_a = samples([90], seed=1)[0]
@@ -231,8 +234,9 @@ def test_no_document_sees_another():
   assert losses[0] == losses[1] and not np.array_equal(a.tokens, other_a.tokens)
 
 
-def test_positions_restart_in_each_sample():
-  run = run_config(4)
+@pytest.mark.parametrize('ranks', [4, pytest.param(16, marks=pytest.mark.long)])
+def test_positions_restart_in_each_sample(ranks):
+  run = run_config(ranks)
   sample = samples([50])[0]
   (plan,) = plans_of(run, [50, 50])
   first, second, both = (
@@ -243,9 +247,10 @@ def test_positions_restart_in_each_sample():
   np.testing.assert_allclose(first + second, both, rtol=1e-6)
 
 
-def test_padding_is_invisible(one_rank):
+@pytest.mark.parametrize('ranks', [1, pytest.param(8, marks=pytest.mark.long)])
+def test_padding_is_invisible(one_rank, ranks):
   """Twice the slots, so that over half are padding: the same losses, counts and gradients."""
-  run = run_config(1, slots=2 * SLOTS)
+  run = run_config(ranks, slots=2 * SLOTS)
   batch = samples(LENGTHS['equal'])
   assert_same(sums_of_batch(run, batch), one_rank['equal'])
   tokens = sum(LENGTHS['equal'])
@@ -253,9 +258,10 @@ def test_padding_is_invisible(one_rank):
   assert (counts.sum(axis=1) == tokens * MODEL.experts_per_token).all()
 
 
-def test_tight_expert_buffers_drop_and_count():
+@pytest.mark.parametrize('ranks', [4, pytest.param(8, marks=pytest.mark.long)])
+def test_tight_expert_buffers_drop_and_count(ranks):
   model = dataclasses.replace(MODEL, expert_capacity_factor=1.0)
-  run = run_config(4, model=model)
+  run = run_config(ranks, model=model)
   losses = sums_of_batch(run, samples(LENGTHS['giant'])).losses
   assert 0 < int(losses.dropped) < losses.expert_counts.sum()
   assert np.isfinite(losses.cross_entropy)
@@ -272,7 +278,13 @@ def test_block_rows_never_drop_by_default():
 
 @pytest.mark.parametrize(
   ('remat', 'solo', 'prefetch_layers'),
-  [('none', False, 0), ('none', True, 1), ('layer', True, 0), ('layer', False, 1)],
+  [
+    *[('none', False, 0), ('none', True, 1), ('layer', True, 0), ('layer', False, 1)],
+    *(
+      pytest.param(*case, marks=pytest.mark.long)
+      for case in [('none', False, 1), ('none', True, 0), ('layer', True, 1), ('layer', False, 0)]
+    ),
+  ],
 )
 def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo, prefetch_layers):
   """In the step's program with `ragged`: F and S layers, dispatch and combine, forward and backward: 8.

@@ -188,26 +188,46 @@ def test_resolved_config_is_that_of_the_run(runs, straight):
   assert load([str(runs.folder / 'straight' / 'resolved.gin')], []) == load([str(MINI)], settings)
 
 
+@pytest.mark.long
+def test_resolved_config_repeats_the_run_and_modes_agree(runs, straight):
+  resolved = runs.folder / 'straight' / 'resolved.gin'
+  started = [runs.start(['--config', str(resolved), '--workdir', str(runs.folder / 'again')])]
+  for mode in ('static', 'parents'):
+    started.append(runs.start(runs.arguments(mode, f"PlannerConfig.mode='{mode}'")))
+  for process in started:
+    finish(process)
+  assert (runs.folder / 'again' / 'resolved.gin').read_text() == resolved.read_text()
+  assert runs.losses('again') == runs.losses('straight')
+  for mode in ('static', 'parents'):
+    np.testing.assert_allclose(runs.losses(mode), runs.losses('straight'), rtol=1e-4)
+    for got, want in zip(runs.records(mode), runs.records('straight'), strict=True):
+      assert got['mode'] == mode
+      assert (got['tokens'], got['target_tokens']) == (want['tokens'], want['target_tokens'])
+      assert got['cross_node_bytes_disabled'] == want['cross_node_bytes_disabled']
+
+
 def assert_goes_on(runs, name):
   """A resumed run has compiled fewer programs; another one may run a plan, and round otherwise."""
   np.testing.assert_allclose(runs.losses(name), runs.losses('straight'), rtol=1e-6)
 
 
-def test_resume_is_exact_and_other_meshes_and_modes_lose_nothing(runs, straight):
+def test_resume_twice_is_exact_and_other_meshes_lose_nothing(runs, straight):
   runs.run('stopped', 'TrainConfig.steps=5')
   shutil.copytree(runs.folder / 'stopped', runs.folder / 'moved')
-  # From 4 ranks to 2 and to 8, beside the same mesh all along.
-  moved = runs.start(runs.arguments('moved', 'TrainConfig.steps=10', 'ClusterConfig.ranks_per_node=1'))
-  resumed = runs.run('stopped')
-  assert 'after step 5' in resumed.err and f'of {STEPS} steps' in resumed.out
-  finish(moved)
-  eight = ('ClusterConfig.ranks_per_node=2', 'ClusterConfig.domains=2')
-  runs.run('moved', "PlannerConfig.mode='static'", *eight)
+  # 4 ranks -> 2 -> 8, beside the same mesh all along
+  meshes = {
+    10: ('ClusterConfig.ranks_per_node=1',),
+    STEPS: ('ClusterConfig.ranks_per_node=2', 'ClusterConfig.domains=2'),
+  }
+  for steps, mesh in meshes.items():
+    moved = runs.start(runs.arguments('moved', f'TrainConfig.steps={steps}', *mesh))
+    resumed = runs.run('stopped', f'TrainConfig.steps={steps}')
+    assert f'after step {steps - 5}' in resumed.err and f'of {steps} steps' in resumed.out
+    finish(moved)
   assert_goes_on(runs, 'stopped')
   np.testing.assert_allclose(runs.losses('moved'), runs.losses('straight'), rtol=1e-4)
   for got, want in zip(runs.records('moved'), runs.records('straight'), strict=True):
     assert (got['tokens'], got['target_tokens']) == (want['tokens'], want['target_tokens'])
-    assert got['mode'] == ('static' if got['step'] > 10 else 'solve')
   assert runs.records('moved')[7]['micro_batches'] == 2
   for row in ('tokens trained', 'documents', 'crossed nodes', 'largest saving'):
     (of_both,) = {line for out in (straight.out, resumed.out) for line in out.splitlines() if row in line}
@@ -266,3 +286,5 @@ def test_sigterm_during_the_first_compilation(runs):
   process.send_signal(signal.SIGTERM)
   finish(process, 143)
   assert len(runs.losses('compiling')) == 1 and runs.checkpoints('compiling') == {'1'}
+  runs.run('compiling', *smaller)
+  assert len(runs.losses('compiling')) == 5
