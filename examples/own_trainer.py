@@ -59,7 +59,7 @@ def train(mesh, batches, rate=0.3):
   params, step = init(jax.random.key(0)), jax.jit(loss_and_gradients, static_argnames=('mesh', 'program'))
   for batch in batches:
     plans = rj.solve([len(sample.tokens) for sample in batch], COSTS, PLANNER).plans
-    programs = [plan.program(COSTS.degrees(PLANNER)[-1]) for plan in plans]
+    programs = [rj.Program.of_plan(plan, COSTS.degrees(PLANNER)) for plan in plans]
     parts = [step(mesh, params, rj.pack(plan, batch, p), p) for plan, p in zip(plans, programs, strict=True)]
     targets = sum(int((sample.targets >= 0).sum()) for sample in batch)
     loss, grads = jax.tree.map(lambda *sums, n=targets: sum(sums) / n, *parts)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
   from repack_jax.exchange.attention import repacked_attention
   from repack_jax.kinds import ChunkedAttention, FullAttention, SlidingWindowAttention
   from repack_jax.plan.arrays import pack
+  from repack_jax.plan.program import Program
   from repack_jax.plan.wire import Wire
   from repack_jax.predict.costs import Costs, LayerCosts
   from repack_jax.solver import solve
@@ -23,6 +24,7 @@ _HOMES = {
   'FullAttention': 'kinds',
   'LayerCosts': 'predict.costs',
   'PlannerConfig': 'config.run',
+  'Program': 'plan.program',
   'SlidingWindowAttention': 'kinds',
   'Wire': 'plan.wire',
   'pack': 'plan.arrays',
@@ -36,6 +38,7 @@ __all__ = [
   'FullAttention',
   'LayerCosts',
   'PlannerConfig',
+  'Program',
   'SlidingWindowAttention',
   'Wire',
   'pack',

@@ -18,7 +18,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from repack_jax.checks import check_min, check_types
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Program
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS
+from repack_jax.plan.program import Program
 from repack_jax.plan.wire import Wire
 
 Array = Any  # of NumPy or of JAX

@@ -254,11 +254,13 @@ def step_config(shapes: Shapes, tiny: bool, experts: int, attention_name: str, e
   if tiny:
     model = ModelConfig(num_heads=4, num_kv_heads=2, num_experts=experts)
   return RunConfig(
-    cluster=ClusterConfig(nodes=1, ranks_per_node=1, peak_flops_per_s=H200_PEAK_FLOPS_PER_S),
+    cluster=ClusterConfig(
+      nodes=1, ranks_per_node=1, peak_flops_per_s=H200_PEAK_FLOPS_PER_S, exchange=exchange
+    ),
     model=model.with_kind(SlidingWindowAttention(window_tokens=shapes.window)),
     data=DataConfig(batch_tokens=tokens, max_document_tokens=tokens),
     planner=PlannerConfig(mode='repack', capacity_tokens=tokens),
-    train=TrainConfig(attention=attention_name, exchange=exchange),
+    train=TrainConfig(attention=attention_name),
   )
 
 
@@ -307,7 +309,7 @@ def time_step(run: RunConfig, samples: list[Sample], steps: int) -> Row:
 
 def step_row(shapes: Shapes, tiny: bool, attention_name: str, budget: Budget) -> Row:
   """Tries fewer experts, then the dense exchange, where memory or the platform demands it."""
-  experts, exchange, tried = shapes.experts, 'auto', list[str]()
+  experts, exchange, tried = shapes.experts, 'ragged', list[str]()
   limit = (jax.local_devices()[0].memory_stats() or {}).get('bytes_limit', np.inf)
   while experts > 4 and experts * 4 * 3 * 4096 * 1536 * STEP_BYTES_PER_PARAMETER + STEP_OTHER_BYTES > limit:
     experts //= 2
@@ -329,7 +331,7 @@ def step_row(shapes: Shapes, tiny: bool, attention_name: str, budget: Budget) ->
     jax.clear_caches()
     if memory and experts > 4:
       experts //= 2
-    elif exchange == 'auto' and not memory:
+    elif exchange == 'ragged' and not memory:
       exchange = 'dense'
     else:
       return row | {'error': '; '.join(tried)}

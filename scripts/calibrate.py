@@ -5,7 +5,7 @@
 
 The mesh is the config's, and so are the model and its dtype; all ranks work at the same time, so that what
 they share shows. Measured are the products of a layer; the attention core of one document that fills a rank,
-and of packs of shorter ones; exchanges of the kind that the run uses, inside nodes and across, at several
+and of packs of shorter ones; both kinds of exchange, and the better one inside nodes and across, at several
 sizes and among several ranks; and collectives of parameters in the sizes of a layer's weights. What the mesh
 lacks is left out of the file. Which ranks make a node is what the config says: nothing checks that a slower
 link lies between two of them.
@@ -44,7 +44,7 @@ def gin_text(rates: Sequence[Rate], about: Sequence[str]) -> str:
       text += '\n' + comment(f'{name}: {rate.note}')
     else:
       text += '\n' + comment(rate.how) + (comment(rate.note) if rate.note else '')
-      value = rate.value if isinstance(rate.value, tuple) else float(f'{rate.value:.4g}')
+      value = float(f'{rate.value:.4g}') if isinstance(rate.value, float) else rate.value
       text += f'{name} = {value!r}\n'
   return text
 

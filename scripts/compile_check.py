@@ -49,6 +49,7 @@ from repack_jax.data.lengths import length_batches, read_lengths
 from repack_jax.data.sources import open_source
 from repack_jax.parallel import xla_flags
 from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Plan
+from repack_jax.plan.program import Program
 from repack_jax.predict.cost_model import model_costs
 from repack_jax.solver import SampleTooLong, solve
 
@@ -245,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
   plan = plan_of(run)
   devices = topology.devices(where, run.cluster.memory_bytes, run.cluster.memory_bytes_per_s)
-  program = plan.program(run.sp_degrees[-1])
+  program = Program.of_plan(plan, run.sp_degrees)
   print(f'compiling for {where.name}: {len(devices)} devices, {program}', flush=True)
   try:
     step, programs, seconds = compile_step(run, plan, devices)

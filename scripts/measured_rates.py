@@ -44,7 +44,7 @@ class Rate:
   """A field of ClusterConfig: its value (None: not measured), what was run, and what to know of the value."""
 
   field: str
-  value: float | Curve | None
+  value: float | str | Curve | None
   how: str
   note: str = ''
 
@@ -219,24 +219,52 @@ def fit_line(sent_bytes: Sequence[float], seconds: Sequence[float]) -> tuple[flo
   return float(1 / slope), float(latency), note
 
 
+def exchange_kind(run: RunConfig, device_mesh: Mesh, budget_s: float) -> Rate:
+  """`ragged` or `dense`, whichever takes less for what a dispatch carries in a node, at all SP degrees.
+
+  A dense site has an all-to-all for each degree that a program knows, a ragged one has one in all.
+  """
+  platform, local = device_mesh.devices.flat[0].platform, device_mesh.shape[mesh.LOCAL_AXIS]
+  kinds = list(dict.fromkeys(choose_exchange(name, platform) for name in ('ragged', 'dense')))
+  if len(kinds) == 1:
+    return Rate('exchange', kinds[0], f'the only kind that XLA has on {platform}')
+  if local == 1:
+    return Rate('exchange', None, 'nothing', 'not measured: a node has one rank')
+  rows = max(1, _dispatched_bytes(run) // local // ROW_BYTES)
+  cases = {
+    kind: _exchange(device_mesh, mesh.LOCAL_AXIS, kind, run.model.compute_dtype, rows) for kind in kinds
+  }
+  seconds = {kind: took / 2 for kind, took in timed(device_mesh, cases, budget_s).items()}
+  degrees = sum(1 < degree <= local for degree in run.sp_degrees)
+  chosen = 'dense' if degrees * seconds['dense'] < seconds['ragged'] else 'ragged'
+  each = ', '.join(f'{kind} in {1e6 * took:.4g} us' for kind, took in seconds.items())
+  how = (
+    f'{rows * ROW_BYTES} bytes a peer of {local}: {each}; a dense site has one for each of {degrees} degrees'
+  )
+  return Rate('exchange', chosen, how)
+
+
+def _dispatched_bytes(run: RunConfig) -> int:
+  """What a dispatch carries of a full rank in this config, within bounds."""
+  wire = run.model.wire
+  dispatched = run.planner.capacity_tokens * sum(wire.operand_heads) * wire.head_dim * wire.itemsize
+  return min(max(dispatched, LARGEST_BYTES[0]), LARGEST_BYTES[1])
+
+
 def link_rates(
-  run: RunConfig, device_mesh: Mesh, name: str, axis: str, peer_s: float, budget_s: float
+  run: RunConfig, device_mesh: Mesh, kind: str, name: str, axis: str, peer_s: float, budget_s: float
 ) -> list[Rate]:
   """Rate and latency of an exchange along one axis of the mesh, all its groups at the same time.
 
   Args:
+    kind: `ragged` or `dense`.
     peer_s: the part of the latency that is each peer's.
   """
   peers = device_mesh.shape[axis]
   fields = (f'{name}_bytes_per_s', f'{name}_latency_s')
   if peers == 1:
     return [_not_there(field, axis) for field in fields]
-  # The largest is what a dispatch carries in this config, within bounds.
-  wire = run.model.wire
-  dispatched = run.planner.capacity_tokens * sum(wire.operand_heads) * wire.head_dim * wire.itemsize
-  largest = min(max(dispatched, LARGEST_BYTES[0]), LARGEST_BYTES[1])
-  rows = sorted({max(1, largest // 4**i // peers // ROW_BYTES) for i in range(SIZES)})
-  kind = _exchange_kind(run, device_mesh)
+  rows = sorted({max(1, _dispatched_bytes(run) // 4**i // peers // ROW_BYTES) for i in range(SIZES)})
   seconds = timed(
     device_mesh,
     {str(n): _exchange(device_mesh, axis, kind, run.model.compute_dtype, n) for n in rows},
@@ -253,13 +281,13 @@ def link_rates(
   ]
 
 
-def peer_latency(run: RunConfig, device_mesh: Mesh, budget_s: float) -> Rate:
+def peer_latency(run: RunConfig, device_mesh: Mesh, kind: str, budget_s: float) -> Rate:
   """What each peer adds to an exchange of next to nothing: groups of 2, 4, ... ranks, up to a node's."""
   field, local = 'peer_latency_s', device_mesh.shape[mesh.LOCAL_AXIS]
   sizes = [2**i for i in range(1, local.bit_length())]
   if len(sizes) < 2:
     return Rate(field, None, 'nothing', 'not measured: takes nodes of four ranks or more')
-  kind, took = _exchange_kind(run, device_mesh), []
+  took = []
   for size in sizes:
     # The same ranks, with their nodes cut into smaller ones.
     parts = Mesh(device_mesh.devices.reshape(-1, 1, size), mesh.ALL_AXES, axis_types=device_mesh.axis_types)
@@ -318,11 +346,6 @@ def _points(sent: Sequence[int], took: Sequence[float]) -> str:
   return ', '.join(f'{size} in {1e6 * s:.4g} us' for size, s in zip(sent, took, strict=True))
 
 
-def _exchange_kind(run: RunConfig, device_mesh: Mesh) -> str:
-  """`ragged` or `dense`: what the run exchanges by."""
-  return choose_exchange(run.train.exchange, device_mesh.devices.flat[0].platform)
-
-
 def _exchange(device_mesh: Mesh, axis: str, kind: str, dtype: str, rows: int) -> TimedStep:
   """Two exchanges of so many rows a peer, there and back: what returns can take the place of what went."""
   peers = device_mesh.shape[axis]
@@ -337,20 +360,23 @@ def _exchange(device_mesh: Mesh, axis: str, kind: str, dtype: str, rows: int) ->
 
 
 def measured_rates(run: RunConfig, device_mesh: Mesh, budget_s: float) -> list[Rate]:
-  """All rates, each of the seven kinds of steps with its share of the budget."""
-  share_s = budget_s / 7
+  """All rates, each of the eight kinds of steps with its share of the budget."""
+  share_s = budget_s / 8
   bench_common.progress('matmul')
   rates = [matmul_rate(run, device_mesh, share_s)]
   bench_common.progress('attention')
   rates += attention_rates(run, device_mesh, share_s)
+  bench_common.progress('kinds of exchange')
+  of_kind = exchange_kind(run, device_mesh, share_s)
+  kind = of_kind.value if isinstance(of_kind.value, str) else run.cluster.exchange
   bench_common.progress('latency of a peer')
-  of_peer = peer_latency(run, device_mesh, share_s)
+  of_peer = peer_latency(run, device_mesh, kind, share_s)
   peer_s = of_peer.value if isinstance(of_peer.value, float) else 0.0
   axes = (('intra_node', mesh.LOCAL_AXIS), ('inter_node', mesh.NODE))
   for name, axis in axes:
     bench_common.progress(f'{name} link')
-    rates += link_rates(run, device_mesh, name, axis, peer_s, share_s)
-  rates.append(of_peer)
+    rates += link_rates(run, device_mesh, kind, name, axis, peer_s, share_s)
+  rates += [of_kind, of_peer]
   for name, axis in axes:
     bench_common.progress(f'parameters over the {name} link')
     rates.append(parameter_rate(run, device_mesh, name, axis, share_s))

@@ -127,6 +127,7 @@ def random_case(number: int) -> PlanCase:
     domains=int(rng.integers(1, 4)),
     prefetch_layers=int(rng.integers(0, 2)),
     exchange_meets=str(rng.choice(['span', 'group'])),
+    exchange=str(rng.choice(['ragged', 'ragged', 'dense'])),
     wire_row_bytes=int(rng.choice([1, 512])),
   )
   placement, pattern = str(rng.choice(['spread', 'replicated'])), ('FSSS', 'FS', 'F', 'S')[number % 4]

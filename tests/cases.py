@@ -8,7 +8,8 @@ import numpy as np
 
 from repack_jax.data.samples import NO_TARGET, Sample
 from repack_jax.plan.arrays import PlanArrays, pack
-from repack_jax.plan.plan import Group, Plan, Program
+from repack_jax.plan.plan import Group, Plan
+from repack_jax.plan.program import Program
 from repack_jax.plan.wire import Wire
 
 
@@ -50,7 +51,7 @@ def packed(plan: Plan, program: Program | None = None) -> PlanArrays:
   """A plan's documents, numbered by its sample ids, packed for a program, its own without one."""
   length_of = dict(zip(plan.sample_ids, plan.lengths, strict=True))
   batch = [document(number, length_of.get(number, 1)) for number in range(max(length_of, default=0) + 1)]
-  return pack(plan, batch, program or plan.program(plan.domain_ranks))
+  return pack(plan, batch, program or Program.of_plan(plan))
 
 
 def random_lengths(rng: np.random.Generator, longest: int, most: int = 40) -> list[int]:

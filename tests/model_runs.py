@@ -23,7 +23,8 @@ from repack_jax.data.samples import Sample
 from repack_jax.kinds import SlidingWindowAttention
 from repack_jax.parallel import mesh
 from repack_jax.plan.arrays import PlanArrays, pack
-from repack_jax.plan.plan import Plan, Program
+from repack_jax.plan.plan import Plan
+from repack_jax.plan.program import Program
 from repack_jax.predict.cost_model import model_costs
 from repack_jax.solver import solve
 from repack_jax.training.step import Sums, TrainStep
@@ -107,7 +108,8 @@ def plans_of(run: RunConfig, lengths: Sequence[int], mode: str | None = None) ->
 def widest_program(run: RunConfig, row_tokens: int = 1) -> Program:
   """A program that serves every plan of the run: one compile for all that need not have one of their own."""
   ranks = run.cluster.domain_ranks
-  return Program(ranks, ranks, run.sp_degrees[-1], run.planner.capacity_tokens, row_tokens, has_solo=True)
+  degrees = run.sp_degrees
+  return Program(ranks, ranks, degrees, degrees, run.planner.capacity_tokens, row_tokens, has_solo=True)
 
 
 def packed(run: RunConfig, plan: Plan, batch: Sequence[Sample], runs_it: Program) -> PlanArrays:
@@ -118,9 +120,9 @@ def sums_of_plan(run: RunConfig, plan: Plan, batch: Sequence[Sample], runs_it: P
   """Losses and gradients of one micro-batch as NumPy arrays, not divided by anything.
 
   Args:
-    runs_it: the program; the plan's own by default.
+    runs_it: the program; by default the plan's own, which knows no other degrees.
   """
-  runs_it = runs_it or program(run).program(plan)
+  runs_it = runs_it or Program.of_plan(plan)
   experts = max(1, run.model.num_experts)
   share = np.arange(1, experts + 1, dtype=np.float32)  # not uniform: the balance loss has a gradient
   load = np.tile(share / share.sum(), (run.model.num_layers, 1))

@@ -70,9 +70,10 @@ def test_no_plan_is_faster(mesh, name):
   model = MODELS[name]
   rng = np.random.default_rng(len(mesh) + len(name))
   for number in range(3):
-    meets = ('span', 'group')[number % 2]
+    meets, exchange = ('span', 'group')[number % 2], ('ragged', 'dense')[number // 2]
     meeting, drifting = (
-      costs_of(mesh, model, prefetch_layers=ahead, exchange_meets=meets) for ahead in (0, 1)
+      costs_of(mesh, model, prefetch_layers=ahead, exchange_meets=meets, exchange=exchange)
+      for ahead in (0, 1)
     )
     capacity = int(rng.choice([8, 64, 200]))
     lengths = random_lengths(rng, min(16, meeting.cluster.domain_ranks) * capacity, most=20)

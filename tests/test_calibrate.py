@@ -58,13 +58,15 @@ def exit_of(capsys, argv: list[str]) -> str:
 
 
 def test_file_binds_positive_rates_and_loads_after_the_config(capsys):
-  assert calibrated() == [*COMPUTE, *INTRA, *INTER, *PARAMETERS]
+  assert calibrated() == [*COMPUTE, *INTRA, *INTER, 'exchange', *PARAMETERS]
   base, run = gin_files.load([MINI], []), gin_files.load([MINI, 'made.gin'], [])
   for field in (*COMPUTE, INTRA[0], INTER[0], *PARAMETERS):
     value = getattr(run.cluster, field)
     assert value > 0 and value != getattr(base.cluster, field)
   assert run.cluster.intra_node_latency_s >= 0 and run.cluster.inter_node_latency_s >= 0
-  others = {field: getattr(base.cluster, field) for field in (*COMPUTE, *INTRA, *INTER, *PARAMETERS)}
+  others = {
+    field: getattr(base.cluster, field) for field in (*COMPUTE, *INTRA, *INTER, 'exchange', *PARAMETERS)
+  }
   assert dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, **others)) == base
 
   text, out = Path('made.gin').read_text(), capsys.readouterr().out
@@ -85,7 +87,7 @@ def test_file_binds_positive_rates_and_loads_after_the_config(capsys):
     assert f'# ClusterConfig.{lacking}' in text.splitlines()
   rows = json.loads(Path('made.json').read_text())['results']
   assert [row['field'] for row in rows] == [
-    *COMPUTE, 'attention_curve', *INTRA, *INTER, 'peer_latency_s', *PARAMETERS
+    *COMPUTE, 'attention_curve', *INTRA, *INTER, 'exchange', 'peer_latency_s', *PARAMETERS
   ]  # fmt: skip
   assert rows[0]['config'] == 2e9 and rows[0]['over_config'] == rows[0]['measured'] / 2e9
 
@@ -94,9 +96,9 @@ def test_file_binds_positive_rates_and_loads_after_the_config(capsys):
 @pytest.mark.parametrize(
   ('setting', 'fields', 'lacking'),
   [
-    ('ClusterConfig.nodes=1', (*INTRA, PARAMETERS[0]),
+    ('ClusterConfig.nodes=1', (*INTRA, 'exchange', PARAMETERS[0]),
      '# ClusterConfig.inter_node_latency_s: not measured: a domain has one node'),
-    ('ClusterConfig.ranks_per_node=1', (*INTER, PARAMETERS[1]),
+    ('ClusterConfig.ranks_per_node=1', (*INTER, 'exchange', PARAMETERS[1]),
      '# ClusterConfig.intra_node_bytes_per_s: not measured: a node has one rank'),
   ],
 )  # fmt: skip
@@ -112,7 +114,15 @@ def test_attention_of_several_lengths_and_latency_of_a_peer():
   """Packs of 512 tokens beside one document of the capacity; groups of 2 and of 4 ranks in a node."""
   settings = ('PlannerConfig.capacity_tokens=600', 'ClusterConfig.nodes=1', 'ClusterConfig.ranks_per_node=4')
   found = calibrated(*settings)
-  assert found == [COMPUTE[0], COMPUTE[1], 'attention_curve', *INTRA, 'peer_latency_s', PARAMETERS[0]]
+  assert found == [
+    COMPUTE[0],
+    COMPUTE[1],
+    'attention_curve',
+    *INTRA,
+    'exchange',
+    'peer_latency_s',
+    PARAMETERS[0],
+  ]
   cluster = gin_files.load([MINI, 'made.gin'], [*settings]).cluster
   (shorter, share), (longest, whole) = cluster.attention_curve
   assert (shorter, longest, whole) == (512, 600, 1.0) and share > 0
@@ -142,25 +152,32 @@ def test_latencies_of_ranks_and_peers_are_told_apart(monkeypatch, per_peer_us):
     }
 
   monkeypatch.setattr(measured_rates, 'timed', timed)
-  of_peer = measured_rates.peer_latency(run, device_mesh, 1.0)
+  of_peer = measured_rates.peer_latency(run, device_mesh, 'dense', 1.0)
   # A peer's one row counts as latency: half a microsecond here.
   assert of_peer.value == pytest.approx((per_peer_us + 0.512) * 1e-6)
   for name, axis, peers in (('intra_node', 'local', 7), ('inter_node', 'node', 1)):
-    rate, latency = measured_rates.link_rates(run, device_mesh, name, axis, per_peer_us * 1e-6, 1.0)
+    rate, latency = measured_rates.link_rates(run, device_mesh, 'dense', name, axis, per_peer_us * 1e-6, 1.0)
     assert rate.value == pytest.approx(1e9) and latency.value == pytest.approx(20e-6, rel=1e-4)
     assert (f'less {peers} x peer_latency_s' in latency.how) == bool(per_peer_us)
 
 
-def test_exchanges_are_of_the_kind_that_the_run_uses(monkeypatch):
+def test_the_better_kind_of_exchange_is_taken(monkeypatch):
+  """On a machine that has both: the ragged operation is emulated, and its seconds are made up."""
   from jax import lax
   from ragged import emulated_ragged_all_to_all
 
-  monkeypatch.setattr(lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
-  monkeypatch.setattr(measured_rates, 'choose_exchange', lambda name, platform: 'ragged')
   run = gin_files.load([MINI], [])
   device_mesh = mesh.make_mesh(run.cluster)
-  rate, _ = measured_rates.link_rates(run, device_mesh, 'intra_node', 'local', 0.0, 0.0)
+  only = measured_rates.exchange_kind(run, device_mesh, 0.0)
+  assert (only.value, only.how) == ('dense', 'the only kind that XLA has on cpu')
+  monkeypatch.setattr(lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
+  monkeypatch.setattr(measured_rates, 'choose_exchange', lambda name, platform: name)
+  rate, _ = measured_rates.link_rates(run, device_mesh, 'ragged', 'intra_node', 'local', 0.0, 0.0)
   assert rate.value > 0 and rate.how.startswith('ragged all-to-all of 2 ranks')
+  for ragged_s, kind in ((3e-6, 'ragged'), (7e-6, 'dense')):  # SP2 alone: one dense all-to-all a site
+    monkeypatch.setattr(measured_rates, 'timed', lambda *_, s=ragged_s: {'ragged': s, 'dense': 6e-6})
+    found = measured_rates.exchange_kind(run, device_mesh, 0.0)
+    assert found.value == kind and 'dense in 3 us; a dense site has one for each of 1 degrees' in found.how
 
 
 def test_a_newline_in_the_command_stays_in_the_comment():
@@ -240,7 +257,11 @@ def test_profiles(profile):
   # About a seventh: the ratio that exchanges across nodes are planned by.
   assert cluster.inter_node_bytes_per_s == pytest.approx(cluster.intra_node_bytes_per_s / 7.0, rel=0.01)
   assert cluster.attention_flops_per_s < cluster.matmul_flops_per_s < 0.8 * cluster.peak_flops_per_s
-  assert cluster.exchange_meets == 'span' and cluster.prefetch_layers == 0 and cluster.peer_latency_s == 0
+  assert (
+    (cluster.exchange, cluster.exchange_meets) == ('ragged', 'span')
+    and cluster.prefetch_layers == 0
+    and cluster.peer_latency_s == 0
+  )
   rates = (cluster.intra_node_bytes_per_s, cluster.inter_node_bytes_per_s)
   assert cluster.parameter_rates == pytest.approx(rates, rel=0.01)
   assert (cluster.platform == 'tpu') == is_tpu

@@ -117,7 +117,6 @@ def test_missing_config_file_and_unknown_flag(capsys):
     (["DataConfig.source='empty'"], "DataConfig.file_glob = '**/*': no file there matches"),
     (["DataConfig.source='image.png'"], "/image.png': not a source of documents"),
     (['ClusterConfig.domains=16'], '16 x 2 x 2 = 64 ranks, but JAX sees 32 cpu devices'),
-    (["TrainConfig.exchange='ragged'"], "TrainConfig.exchange = 'ragged'"),
   ],
 )
 def test_mistakes_found_while_setting_up(capsys, settings, expected):

@@ -13,7 +13,8 @@ from repack_jax.compile_check.collectives import Collective, Shadow, collectives
 from repack_jax.config import ClusterConfig, ModelConfig
 from repack_jax.parallel import xla_flags
 from repack_jax.parallel.mesh import neighbour_order
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Program
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS
+from repack_jax.plan.program import Program
 from repack_jax.predict import flops
 from repack_jax.predict.cost_model import model_costs
 
@@ -128,7 +129,7 @@ def test_groups_in_every_form(text, groups):
 MODEL = ModelConfig(num_layers=8, num_heads=16, num_kv_heads=4, head_dim=8, num_experts=0)
 PLAN = cases.wide_plan(16, 8, 32)
 EVERY, NODES = (tuple(range(16)),), (tuple(range(8)), tuple(range(8, 16)))
-OWN = PLAN.program(16)
+OWN = Program.of_plan(PLAN)
 COSTS = model_costs(ClusterConfig(), MODEL)
 ROWS = {
   (PARENTS, 'dispatch'): 96, (PARENTS, 'combine'): 32, (CHILDREN, 'dispatch'): 80, (CHILDREN, 'combine'): 32,

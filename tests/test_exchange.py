@@ -20,7 +20,8 @@ from repack_jax.config import ClusterConfig, DataConfig, ModelConfig, PlannerCon
 from repack_jax.exchange import collectives, reference
 from repack_jax.parallel import mesh
 from repack_jax.plan import arrays
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Group, Plan, PlanError, Program
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Group, Plan, PlanError
+from repack_jax.plan.program import Program
 from repack_jax.plan.wire import Wire
 from repack_jax.predict.cost_model import model_costs
 
@@ -34,18 +35,19 @@ SHAPES = {  # ranks: (ranks a node, query heads, key/value heads, head width, ca
 }
 
 
-def make_program(ranks: int, span: int, row_tokens: int = 1) -> Program:
-  """A program whose exchanges span so many ranks in both layouts."""
-  return Program(span, span, ranks, SHAPES[ranks][4] * row_tokens, row_tokens, has_solo=True)
+def make_program(ranks: int, span: int, row_tokens: int = 1, degrees: tuple[int, ...] = ()) -> Program:
+  """A program whose exchanges span so many ranks in both layouts; it knows all degrees, or just these."""
+  degrees = degrees or tuple(1 << i for i in range(span.bit_length()))
+  return Program(span, span, degrees, degrees, SHAPES[ranks][4] * row_tokens, row_tokens, has_solo=True)
 
 
 def make_exchange(
-  ranks: int, span: int, implementation: str = 'dense', row_tokens: int = 1
+  ranks: int, span: int, implementation: str = 'dense', row_tokens: int = 1, degrees: tuple[int, ...] = ()
 ) -> collectives.Exchange:
   ranks_per_node, heads, kv, width, _ = SHAPES[ranks]
   wire = Wire.of_attention(heads, kv, width, 'float32')
   sizes = {'node': ranks // ranks_per_node, 'local': ranks_per_node}
-  program = make_program(ranks, span, row_tokens)
+  program = make_program(ranks, span, row_tokens, degrees)
   return collectives.Exchange.of_program(program, PARENTS, wire, mesh.DOMAIN_AXES, sizes, implementation)
 
 
@@ -55,9 +57,9 @@ def make_mesh(ranks: int):
 
 
 @functools.cache
-def exchange_program(ranks: int, span: int, implementation: str, row_tokens: int):
+def exchange_program(ranks: int, span: int, implementation: str, row_tokens: int, degrees: tuple[int, ...]):
   """Jitted: dispatch, combine of given head outputs, and both gradients."""
-  ex = make_exchange(ranks, span, implementation, row_tokens)
+  ex = make_exchange(ranks, span, implementation, row_tokens, degrees)
 
   def one_rank(q, k, v, out_rows, dispatched_grad, combined_grad, route):
     q, k, v, out_rows, dispatched_grad, combined_grad, route = jax.tree.map(
@@ -78,12 +80,14 @@ def whole_numbers(rng: np.random.Generator, *shape: int) -> np.ndarray:
   return rng.integers(-99, 100, shape).astype(np.float32)
 
 
-def check_against_oracle(plan: Plan, layout: str, implementation: str, span: int, seed: int) -> None:
-  """In a program that spans so many ranks, which may be more than the plan needs."""
+def check_against_oracle(
+  plan: Plan, layout: str, implementation: str, span: int, seed: int, degrees: tuple[int, ...] = ()
+) -> None:
+  """In a program that spans so many ranks and knows all degrees, which may be more than the plan needs."""
   ranks, tokens, row = plan.num_ranks, plan.shared_slots, plan.row_tokens
   _, heads, kv, width, _ = SHAPES[ranks]
   capacity = plan.capacity_tokens
-  ex, rng = make_exchange(ranks, span, implementation, row), np.random.default_rng(seed)
+  ex, rng = make_exchange(ranks, span, implementation, row, degrees), np.random.default_rng(seed)
   wire, placement = ex.wire, plan.placement(layout)
   q, combined_grad = (whole_numbers(rng, ranks, capacity, heads, width) for _ in range(2))
   k, v = (whole_numbers(rng, ranks, capacity, kv, width) for _ in range(2))
@@ -91,8 +95,8 @@ def check_against_oracle(plan: Plan, layout: str, implementation: str, span: int
     x[np.arange(capacity) >= tokens[:, None]] = np.nan
   out_rows = whole_numbers(rng, ranks, *ex.buffer_shape(wire.combine_heads))
   dispatched_grad = whole_numbers(rng, ranks, *ex.buffer_shape(wire.dispatch_heads))
-  route = arrays.route_arrays(plan, layout, make_program(ranks, span, row))
-  results = exchange_program(ranks, span, implementation, row)(
+  route = arrays.route_arrays(plan, layout, make_program(ranks, span, row, degrees))
+  results = exchange_program(ranks, span, implementation, row, degrees)(
     q, k, v, out_rows, dispatched_grad, combined_grad, route
   )
   rows, combined, dispatch_grads, combine_grad = jax.tree.map(np.asarray, results)
@@ -190,6 +194,30 @@ def test_skewed_and_empty_ranks(monkeypatch, implementation):
   check_against_oracle(skewed_plan(), CHILDREN, implementation, 8, 1)
 
 
+@pytest.mark.parametrize('implementation', ['dense', 'ragged'])
+def test_programs_that_know_the_plans_degrees_alone(monkeypatch, implementation):
+  """Groups that hold nothing, of other sizes, are none of them."""
+  monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
+  plan = skewed_plan()
+  assert (plan.degrees(PARENTS), plan.degrees(CHILDREN)) == ((16,), (1, 8))
+  check_against_oracle(plan, PARENTS, implementation, 16, 1, plan.degrees(PARENTS))
+  check_against_oracle(plan, CHILDREN, implementation, 8, 1, plan.degrees(CHILDREN))
+
+
+def test_a_dense_exchange_has_an_all_to_all_a_degree():
+  for degrees in ((1,), (8,), (1, 2, 8)):
+    ex = make_exchange(8, 8, 'dense', degrees=degrees)
+    route = arrays.route_arrays(cases.wide_plan(8, 8, ex.capacity_tokens), PARENTS, make_program(8, 8))
+
+    def combined(rows, route, ex=ex):
+      return collectives.combine(ex, rows[0], jax.tree.map(lambda x: x[0], route))[None]
+
+    rows = np.zeros((8, *ex.buffer_shape(ex.wire.combine_heads)), np.float32)
+    spec = mesh.RANK_BLOCKS
+    mapped = jax.shard_map(combined, mesh=make_mesh(8), in_specs=spec, out_specs=spec, check_vma=False)
+    assert str(jax.make_jaxpr(mapped)(rows, route)).count('= all_to_all[') == len(set(degrees) - {1})
+
+
 @pytest.mark.parametrize('layout,span', [(PARENTS, 16), (CHILDREN, 8)])
 def test_ragged_operands_are_the_oracles(layout, span):
   """Sizes against what the oracle moves; each chunk lands on the receiver right behind the one before."""
@@ -217,6 +245,8 @@ def test_ragged_operands_are_the_oracles(layout, span):
         peers = slice(start, start + ex.span)
         np.testing.assert_array_equal(send * ex.row_width, elements[rank, peers] * width)
         np.testing.assert_array_equal(recv * ex.row_width, elements[peers, rank] * width)
+        if not send.any() and not recv.any():  # its group holds nothing: offsets don't matter
+          continue
         unit = heads_of(int(placement.size[rank])) * width / ex.row_width
         group = slice(int(placement.first_rank[rank]), int(placement.first_rank[rank] + placement.size[rank]))
         inside = np.zeros(ex.span, bool)
@@ -342,11 +372,10 @@ def test_a_plan_for_other_nodes_is_refused():
   )
 
 
-def test_explicit_ragged_on_the_cpu_is_an_error_and_auto_says_what_it_takes(caplog):
-  with pytest.raises(ConfigError, match='no ragged all-to-all on the CPU'):
-    collectives.choose_exchange('ragged', 'cpu')
+def test_exchange_of_a_platform(caplog):
   with caplog.at_level(logging.INFO, 'repack_jax.exchange.collectives'):
-    assert collectives.choose_exchange('auto', 'cpu') == 'dense'
-    assert collectives.choose_exchange('auto', 'tpu') == 'ragged'
+    assert collectives.choose_exchange('ragged', 'cpu') == 'dense'
+    assert collectives.choose_exchange('ragged', 'tpu') == 'ragged'
     assert collectives.choose_exchange('dense', 'gpu') == 'dense'
-  assert 'dense (chosen by auto, on cpu)' in caplog.text and 'dense (as asked, on gpu)' in caplog.text
+  assert 'dense for ragged, which XLA does not have, on cpu' in caplog.text
+  assert 'exchange: dense, on gpu' in caplog.text

@@ -30,7 +30,8 @@ from repack_jax.kinds import ChunkedAttention, FullAttention, SlidingWindowAtten
 from repack_jax.ops.attention import attention, get_attention
 from repack_jax.parallel.mesh import DOMAIN_AXES, RANK_BLOCKS, make_mesh
 from repack_jax.plan.arrays import pack
-from repack_jax.plan.plan import CHILDREN, MOST_HALO_HOPS, PARENTS, Group, Plan, PlanError, Program
+from repack_jax.plan.plan import CHILDREN, MOST_HALO_HOPS, PARENTS, Group, Plan, PlanError
+from repack_jax.plan.program import Program
 from repack_jax.training.step import TrainStep
 
 
@@ -84,18 +85,20 @@ def test_hops_reach_what_first_tokens_see(seed):
 
 def test_a_program_serves_plans_whose_halos_it_reaches():
   plan = one_group([16], 4)
-  own = plan.with_halo(5).program(4)
-  assert own == plan.program(4)._replace(halo_tokens=5, halo_hops=2)
+  own = Program.of_plan(plan.with_halo(5))
+  assert own == Program.of_plan(plan)._replace(halo_tokens=5, halo_hops=2)
   # By halo or not, a plan is the same layout: any program that reaches far enough runs it.
   for served in (plan, plan.with_halo(5), plan.with_halo(9)):
-    assert own.serves(served) and plan.program(4).serves(served)
+    assert own.serves(served) and Program.of_plan(plan).serves(served)
   with pytest.raises(PlanError, match=r'halos of 5 tokens come from 2 ranks; the program knows 1\. Make the'):
     own._replace(halo_hops=1).check(plan)
   assert plan.digest() != plan.with_halo(0).digest() != plan.with_halo(5).digest()
 
 
 def test_slots_of_a_kind():
-  program = Program(4, 4, 4, capacity_tokens=8, row_tokens=1, has_solo=False, halo_tokens=11, halo_hops=1)
+  program = Program(
+    4, 4, (4,), (4,), capacity_tokens=8, row_tokens=1, has_solo=False, halo_tokens=11, halo_hops=1
+  )
   assert SlidingWindowAttention(window_tokens=12).halo_slots(program) == 8  # all that one rank may hold
   assert ChunkedAttention(chunk_tokens=5).halo_slots(program) == 4
   assert SlidingWindowAttention(window_tokens=1).halo_slots(program) == 0
@@ -143,7 +146,9 @@ PLANS = {
 )
 def test_attention_by_halo(kind):
   """Each sample's attention is that of the sample alone, with its gradients, and NaN in padding is inert."""
-  runs_it = Program(4, 4, 4, 12, 1, has_solo=False, halo_tokens=kind.halo_tokens, halo_hops=3)
+  runs_it = Program(
+    4, 4, (1, 2, 4), (1, 2, 4), 12, 1, has_solo=False, halo_tokens=kind.halo_tokens, halo_hops=3
+  )
   for name, plan in PLANS.items():
     arrays = pack(plan, samples(plan.lengths), runs_it._replace(has_solo=True))
     rng, padding = np.random.default_rng(0), arrays.segments < 0

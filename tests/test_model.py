@@ -37,7 +37,8 @@ from repack_jax.ops.rows import Table
 from repack_jax.parallel.mesh import DOMAIN_AXES, RANK_BLOCKS, make_mesh
 from repack_jax.parallel.sharded import buffer_elements
 from repack_jax.plan.arrays import pack
-from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan, Program
+from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan
+from repack_jax.plan.program import Program
 from repack_jax.predict import flops
 from repack_jax.training.step import TrainStep
 
@@ -65,9 +66,10 @@ def test_every_program_that_plans_ask_for_agrees(one_rank, ranks):
   for mode in MODES:
     for name, lengths in LENGTHS.items():
       (plan,) = plans_of(run, lengths, mode)
-      if program(run).program(plan) not in used:
-        used.add(program(run).program(plan))
-        assert_same(sums_of_plan(run, plan, samples(lengths)), one_rank[name])
+      runs_it = program(run).program(plan)
+      if runs_it not in used:
+        used.add(runs_it)
+        assert_same(sums_of_plan(run, plan, samples(lengths), runs_it), one_rank[name])
   assert {(p.parents_span, p.children_span) for p in used} >= {
     (ranks, run.cluster.ranks_per_node),
     (ranks, ranks),
@@ -194,7 +196,7 @@ def test_ragged_exchange_agrees(monkeypatch, one_rank):
   """The whole model on the emulated operation, experts spread by it too."""
   monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
   monkeypatch.setattr('repack_jax.training.context.choose_exchange', lambda name, platform: 'ragged')
-  run = run_config(4, exchange='ragged')
+  run = run_config(4)
   assert program(run).chosen.exchange == 'ragged'
   for name in ('giant and short', 'nearly empty'):
     (plan,) = plans_of(run, LENGTHS[name])
@@ -298,7 +300,7 @@ def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo, prefetch_
   step = TrainStep(run, make_mesh(run.cluster), Decoder(model))
   plan = cases.wide_plan(16, 8, SLOTS // 16, solo)
   runs_it = step.program(plan)
-  assert runs_it == Program(16, 8, 16, SLOTS // 16, 1, solo)
+  assert runs_it == Program(16, 8, (1, 2, 4, 8, 16), (1, 2, 4, 8), SLOTS // 16, 1, solo)
   arrays = pack(plan, samples(plan.lengths), runs_it)
   shapes, load = step.state_shapes(), np.zeros((4, 8), np.float32)
   gradients = jax.make_jaxpr(step.gradients, static_argnums=3)
@@ -343,7 +345,7 @@ def test_attention_of_shared_and_solo_samples(monkeypatch, implementation, kind)
   monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
   run = run_config(4)
   mesh, plan = make_mesh(run.cluster), cases.wide_plan(4, 2, 12)
-  runs_it, impl = plan.program(4), get_attention('blockwise')
+  runs_it, impl = Program.of_plan(plan), get_attention('blockwise')
   arrays = pack(plan, samples(plan.lengths), runs_it)
 
   def one_rank(q, k, v, grad, batch):

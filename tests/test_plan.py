@@ -12,7 +12,8 @@ import pytest
 from cases import PLAN, SOLO, document, packed, wire_of
 
 from repack_jax.plan.arrays import NO_TARGET, PADDING_SEGMENT, pack, route_arrays
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Group, Plan, PlanError, Program
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Group, Plan, PlanError
+from repack_jax.plan.program import Program
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -55,7 +56,7 @@ def test_plan_by_hand():
   assert (PLAN.widest(PARENTS), PLAN.widest(CHILDREN), PLAN.total_tokens) == (4, 2, 11)
   assert PLAN.imbalance == 4 / (11 / 4)
   assert PLAN.child_sizes() == {1: 1, 2: 1}  # the child that holds nothing is not counted
-  assert PLAN.program(4) == Program(4, 2, 4, 4, 1, False)
+  assert Program.of_plan(PLAN) == Program(4, 2, (4,), (1, 2), 4, 1, False)
 
 
 def test_solo_plan_by_hand():
@@ -68,7 +69,7 @@ def test_solo_plan_by_hand():
     }
   assert SOLO.total_tokens == 17 and SOLO.imbalance == 6 / (17 / 4)
   assert (SOLO.child_sizes(), SOLO.widest(PARENTS)) == (PLAN.child_sizes(), 4)
-  assert SOLO.program(4) == Program(4, 2, 4, 6, 1, True)
+  assert Program.of_plan(SOLO) == Program(4, 2, (4,), (1, 2), 6, 1, True)
   only_solo = changed(SOLO, lengths=(3,), sample_ids=(9,), solo=(Group(1, 1, (0,)),),
                       parents=(Group(0, 4),), children=(Group(0, 2), Group(2, 2)))  # fmt: skip
   assert only_solo.validate().rank_tokens.tolist() == [0, 3, 0, 0] and not only_solo.shared_tokens.any()
@@ -94,7 +95,7 @@ def test_whole_rows_by_hand():
 
 def test_arrays_by_hand():
   batch = [document(number, length) for number, length in enumerate((9, 9, 3, 9, 1, 5, 9, 2))]
-  arrays = pack(PLAN, batch, PLAN.program(4))  # sample_ids are places in this batch
+  arrays = pack(PLAN, batch, Program.of_plan(PLAN, (1, 2, 4)))  # sample_ids are places in this batch
   assert arrays.tokens.tolist() == [
     [5001, 5002, 5003, 5004],
     [5005, 2001, 2002, 2003],
@@ -109,12 +110,12 @@ def test_arrays_by_hand():
   ]
   assert arrays.positions.tolist() == [[0, 1, 2, 3], [4, 0, 1, 2], [0, 0, 1, 0], [0, 0, 0, 0]]
   assert arrays.segments.tolist() == [[0, 0, 0, 0], [0, 1, 1, 1], [3, 2, 2, -1], [-1, -1, -1, -1]]
-  assert arrays.parents.log2_size.tolist() == [2, 2, 2, 2]
+  assert arrays.parents.branch.tolist() == [2, 2, 2, 2]
   assert arrays.parents.first.tolist() == [0, 0, 0, 0]
   assert arrays.parents.place.tolist() == [0, 1, 2, 3]
   assert arrays.parents.counts.tolist() == [[4, 4, 3, 0]] * 4
   assert arrays.parents.segments.tolist() == [[0] * 5 + [1] * 3 + [3, 2, 2] + [-1] * 5] * 4
-  assert arrays.children.log2_size.tolist() == [1, 1, 0, 0]
+  assert arrays.children.branch.tolist() == [1, 1, 0, 0]
   assert arrays.children.first.tolist() == [0, 0, 0, 1]  # counted from the start of the node
   assert arrays.children.place.tolist() == [0, 1, 0, 0]
   assert arrays.children.counts.tolist() == [[4, 4], [4, 4], [3, 0], [0, 0]]
@@ -127,7 +128,7 @@ def test_arrays_by_hand():
 
 def test_solo_samples_are_packed_behind_the_stream():
   batch = [document(number, length) for number, length in enumerate((2, 3, 3, 9, 1, 5, 9, 2, 1))]
-  arrays = pack(SOLO, batch, SOLO.program(4))
+  arrays = pack(SOLO, batch, Program.of_plan(SOLO, (1, 2, 4)))
   assert arrays.tokens.tolist() == [
     [5001, 5002, 5003, 5004, 1, 2],
     [5005, 2001, 2002, 2003, 0, 0],
@@ -330,8 +331,12 @@ def test_routes_say_who_holds_what(seed):
     arrays = packed(plan)
     for layout in LAYOUTS:
       placement, span, route = plan.placement(layout), plan.span(layout), arrays.route(layout)
+      degrees = Program.of_plan(plan).degrees(layout)
       for rank in range(plan.num_ranks):
-        size, place = 1 << route.log2_size[rank], route.place[rank]
+        if not route.counts[rank].any():  # its group holds nothing, or solo samples alone
+          assert (route.branch[rank], route.place[rank], route.first[rank]) == (0, 0, rank % span)
+          continue
+        size, place = degrees[route.branch[rank]], route.place[rank]
         assert size == placement.size[rank] and route.counts[rank, place] == plan.shared_slots[rank]
         assert rank // span * span + route.first[rank] + place == rank
         assert (route.counts[rank, size:] == 0).all()
@@ -347,6 +352,6 @@ def test_arrays_have_the_same_shapes_for_every_plan_of_a_program():
   shapes = set()
   for seed in range(10):
     plan = cases.random_plan(np.random.default_rng(seed), 16, 5, 16, ranks_per_node=4)
-    route = route_arrays(plan, PARENTS, plan.program(16))
+    route = route_arrays(plan, PARENTS, Program.of_plan(plan, (1, 2, 4, 8, 16)))
     shapes.add((plan.span(PARENTS), route.counts.shape, route.segments.shape))
   assert shapes == {(4, (16, 4), (16, 4 * 5)), (16, (16, 16), (16, 16 * 5))}

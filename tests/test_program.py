@@ -8,23 +8,22 @@ import pytest
 from cases import PLAN, SOLO, document, packed
 
 from repack_jax.plan.arrays import NO_TARGET, PADDING_SEGMENT, pack
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Group, Plan, PlanError, Program
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Group, Plan, PlanError
+from repack_jax.plan.program import Program
 
 # Whole nodes of two ranks, domains of four.
-LARGE = Program(
-  parents_span=4, children_span=4, widest_degree=4, capacity_tokens=8, row_tokens=1, has_solo=True
-)
+LARGE = Program(4, 4, (1, 2, 4), (1, 2, 4), capacity_tokens=8, row_tokens=1, has_solo=True)
+DEGREES = (1, 2, 4, 8, 16)
 ROWS_OF_TWO = Plan(
   (0,), (7,), (Group(0, 4, (0,)),), (Group(0, 4, (0,)),), 'parents', 4, 4, 4, 2, row_tokens=2
 )
 
 
 def test_spans_and_degrees():
-  program = Program(8, 2, widest_degree=4, capacity_tokens=4, row_tokens=1, has_solo=False)
-  assert (program.span(PARENTS), program.span(CHILDREN)) == (8, 2)
-  assert (program.degrees(PARENTS), program.degrees(CHILDREN)) == ((1, 2, 4), (1, 2))
-  assert program._replace(widest_degree=32).degrees(PARENTS) == (1, 2, 4, 8)
-  assert program._replace(widest_degree=1).degrees(PARENTS) == (1,)
+  own, all_degrees = Program.of_plan(PLAN), Program.of_plan(PLAN, (1, 2, 4, 8))
+  assert (own.span(PARENTS), own.span(CHILDREN)) == (4, 2)
+  assert (own.degrees(PARENTS), own.degrees(CHILDREN)) == ((4,), (1, 2))
+  assert (all_degrees.degrees(PARENTS), all_degrees.degrees(CHILDREN)) == ((1, 2, 4), (1, 2))
 
 
 @pytest.mark.parametrize(
@@ -32,19 +31,19 @@ def test_spans_and_degrees():
   [
     (
       PLAN,
-      {'widest_degree': 2},
-      'this plan has parents of SP4; the program knows degrees up to SP2 over 4 ranks. Make the program from '
-      'this plan, or plan with max_sp_degree = 2',
+      {'parents_degrees': (1, 2)},
+      'this plan has parents of SP4; the program knows SP1, SP2 over 4 ranks. Make the program from this '
+      'plan, or of more degrees',
     ),
     (
       PLAN,
-      {'parents_span': 2},
-      'this plan has parents of SP4; the program knows degrees up to SP2 over 2 ranks. Make the program from',
+      {'parents_degrees': (2, 8)},
+      'this plan has parents of SP4; the program knows SP2, SP8 over 4 ranks. Make the program from',
     ),
     (
       PLAN,
-      {'children_span': 1},
-      'this plan has children of SP2; the program knows degrees up to SP1 over 1 ranks. Make the',
+      {'children_span': 1, 'children_degrees': (1,)},
+      'this plan has children of SP2; the program knows SP1 over 1 ranks. Make the',
     ),
     (
       PLAN,
@@ -77,9 +76,8 @@ def test_plans_that_a_program_cannot_run_are_refused(plan, changes, message):
 
 
 def test_a_plan_has_no_program_of_fewer_degrees():
-  with pytest.raises(PlanError, match='this plan has parents of SP4; the program knows degrees up to SP2'):
-    PLAN.program(widest_degree=2)
-  assert PLAN.program(widest_degree=32) == Program(4, 2, 32, 4, 1, False)
+  with pytest.raises(PlanError, match='this plan has parents of SP4; the program knows SP1, SP2 over 4'):
+    Program.of_plan(PLAN, (1, 2))
 
 
 def test_smaller_plan_in_a_larger_program_by_hand():
@@ -99,7 +97,7 @@ def test_smaller_plan_in_a_larger_program_by_hand():
 @pytest.mark.parametrize('seed', range(10))
 def test_one_program_serves_every_smaller_plan(seed):
   rng = np.random.default_rng(seed)
-  program = Program(16, 16, 16, capacity_tokens=40, row_tokens=2, has_solo=True)
+  program = Program(16, 16, DEGREES, DEGREES, capacity_tokens=40, row_tokens=2, has_solo=True)
   row, solo = int(rng.choice([2, 4])), float(rng.choice([0.0, 0.7]))
   plan = cases.random_plan(rng, 32, 5 * row, 8, 4, 16, solo=solo, row_tokens=row)
   own, arrays = packed(plan), packed(plan, program)
@@ -112,8 +110,7 @@ def test_one_program_serves_every_smaller_plan(seed):
     assert route.counts.shape == (32, 16) and route.segments.shape == (32, 16 * 40)
     span, ranks = plan.span(layout), np.arange(32)
     assert (ranks // 16 * 16 + route.first == ranks // span * span + of_own.first).all()
-    for name in ('log2_size', 'place'):
-      assert (getattr(route, name) == getattr(of_own, name)).all()
+    assert (route.place == of_own.place).all()
     for name, empty in (('counts', 0), ('segments', PADDING_SEGMENT)):
       large, ours = getattr(route, name), getattr(of_own, name)
       width = ours.shape[1]
@@ -123,6 +120,6 @@ def test_one_program_serves_every_smaller_plan(seed):
 def test_plan_of_another_batch_is_refused():
   batch = [document(number, 9) for number in range(8)]
   with pytest.raises(ValueError, match='sample 5 has 9 tokens, its plan says 5: this plan was made for'):
-    pack(PLAN, batch, PLAN.program(4))
+    pack(PLAN, batch, Program.of_plan(PLAN))
   with pytest.raises(ValueError, match='sample 7, the batch has 7 samples: this plan was made for another'):
-    pack(PLAN, batch[:7], PLAN.program(4))
+    pack(PLAN, batch[:7], Program.of_plan(PLAN))

@@ -74,6 +74,22 @@ def test_one_more_is_compiled_where_it_saves_more_than_its_compilation():
   assert {programs.choose(step, [narrow]) for step in (9, 10)} == {(program,)}
 
 
+def test_a_program_of_the_plans_own_degrees_pays_where_exchanges_are_dense():
+  """The first knows all degrees and sends at each; ragged exchanges have nothing to gain."""
+  plan = plan_of(4, 2)
+  for exchange, own_degrees in (('ragged', (1, 2, 4)), ('dense', (4,))):
+    costs = dataclasses.replace(COSTS, cluster=dataclasses.replace(CLUSTER, exchange=exchange))
+    programs = Programs(costs, dataclasses.replace(CONFIG, compile_s=0.0), 100)
+    (first,) = programs.choose(1, [plan])
+    assert (first.parents_degrees, first.children_degrees) == ((1, 2, 4), (1, 2))
+    (second,) = programs.choose(2, [plan])
+    assert second.parents_degrees == own_degrees
+    assert costs.cross_node_bytes(plan, first) == costs.cross_node_bytes(plan, second)  # at SP4 alone
+    assert (
+      simulate(costs, [plan], programs=[second]).step_s <= simulate(costs, [plan], programs=[first]).step_s
+    )
+
+
 def test_programs_by_halo_serve_plans_of_fewer_hops():
   costs = model_costs(CLUSTER, ModelConfig(num_heads=4, num_kv_heads=2, pattern='S'))
   config = dataclasses.replace(CONFIG, sparse_exchange='halo', compile_s=1e9)

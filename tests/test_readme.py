@@ -28,6 +28,7 @@ from repack_jax.config.gin_files import load
 from repack_jax.data.batches import Batcher
 from repack_jax.data.index import index_samples
 from repack_jax.data.sources import open_source
+from repack_jax.plan.program import Program
 from repack_jax.training.loop import Position, StepDone
 from repack_jax.training.metrics import step_record, summary
 from repack_jax.training.planned_steps import planned_steps
@@ -141,7 +142,7 @@ def planned_summary() -> dict[str, str]:
     planned = next(steps)
     programs |= set(planned.programs)
     if number <= run.train.compare_steps:
-      programs |= {plan.program(run.sp_degrees[-1]) for plan in planned.solution.baseline_plans}
+      programs |= {Program.of_plan(plan, run.sp_degrees) for plan in planned.solution.baseline_plans}
     position = Position(number, None, None)  # type: ignore[arg-type]
     done = StepDone(planned, position, {'loss': 0.0}, 1.0, 0.0, 0.0, len(programs))
     records.append(step_record(run, done))

@@ -9,6 +9,8 @@ import pytest
 
 from repack_jax.config import PlannerConfig
 from repack_jax.data.lengths import read_lengths
+from repack_jax.plan.plan import LAYOUTS
+from repack_jax.predict.simulator import simulate
 from repack_jax.solver import solve
 from repack_jax.solver.bounds import lower_bound_s
 
@@ -33,6 +35,23 @@ def over_bound(name: str, domains: int, micro_batches: int, number: int) -> floa
 @pytest.mark.parametrize(('domains', 'micro_batches'), [(1, 1), (1, 4), (3, 1), (2, 2)])
 def test_no_step_is_far_from_the_bound(name, domains, micro_batches):
   assert over_bound(name, domains, micro_batches, 0) <= MOST_OVER_BOUND
+
+
+def test_dense_exchanges_are_planned_with_few_degrees():
+  """Each degree sends all slots once more: plans that know that beat those made for ragged exchanges."""
+  lengths, rng = read_lengths(LENGTHS / 'web_documents.csv'), np.random.default_rng(0)
+  ragged, dense = (planner_cases.costs_of(exchange=exchange) for exchange in ('ragged', 'dense'))
+  seconds, degrees = [], []
+  for _ in range(6):
+    batch = planner_cases.draw(lengths, rng, 700)
+    slots = max(batch.sum() / (0.9 * dense.cluster.num_ranks), batch.max() / dense.cluster.domain_ranks)
+    for mode in ('parents', 'solve'):
+      config = PlannerConfig(mode=mode, capacity_tokens=int(np.ceil(slots)))
+      plans = [solve(batch, costs, config).plans for costs in (ragged, dense)]
+      seconds.append([simulate(dense, of).step_s for of in plans])
+      degrees.append([sum(len(plan.degrees(layout)) for plan in of for layout in LAYOUTS) for of in plans])
+  (unaware_s, aware_s), (unaware, aware) = np.mean(seconds, axis=0), np.mean(degrees, axis=0)
+  assert aware_s < 0.99 * unaware_s and aware < unaware
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import pytest
 from steps import MESHES, MODEL, MODELS, RATES, costs_of, parameters_s, plan_of, random_plan
 
 from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Group, Plan
+from repack_jax.plan.program import Program
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.plan_times import predicted_s
 from repack_jax.predict.simulator import CAUSES, EXCHANGE, simulate
@@ -210,7 +211,7 @@ def test_a_halo_sends_what_is_compiled_in(mesh):
   window = min(2, 12) * 2 * MODEL.num_kv_heads * MODEL.head_dim * 4
   for seed in range(4):
     plan = by_halo(random_plan(costs.cluster, seed, 0.5), costs)
-    program = plan.program(16)
+    program = Program.of_plan(plan)
     step = simulate(costs, [plan], programs=[program])
     span, rank = program.span(CHILDREN), np.arange(plan.num_ranks)
     pairs = [(r, r + hop) for r in rank for hop in range(1, program.halo_hops + 1) if r % span + hop < span]

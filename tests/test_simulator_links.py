@@ -9,6 +9,7 @@ from steps import DENSE, computed_s, cores_s, costs_of, parameters_s, plan_of
 from repack_jax.config import ClusterConfig
 from repack_jax.kinds import SlidingWindowAttention
 from repack_jax.plan.plan import CHILDREN, PARENTS, Group, Plan
+from repack_jax.plan.program import Program
 from repack_jax.plan.wire import Wire
 from repack_jax.predict.costs import Costs, LayerCosts
 from repack_jax.predict.plan_times import plan_times, predicted_s
@@ -71,7 +72,7 @@ def test_a_program_wider_than_the_plan_costs_its_own():
   costs = costs_of((1, 2, 2), DENSE, peer_latency_s=PEER_S)
   groups = [Group(0, 2, (0,)), Group(2, 2, (1,))]
   plan = plan_of([16, 16], groups, groups, costs.cluster)
-  own = plan.program(2)
+  own = Program.of_plan(plan)
   step, same = simulate(costs, [plan]), simulate(costs, [plan], programs=[own])
   assert same.step_s == step.step_s
   # Two layers, two passes, two sites: the latency of the farther link, and two peers more.
@@ -93,6 +94,31 @@ def test_a_program_wider_than_the_plan_costs_its_own():
   assert times.dispatch_s.tolist() == wider.dispatch_s.tolist()
   with pytest.raises(ValueError, match='zip'):
     simulate(costs, [plan, plan], programs=[own])
+
+
+def test_a_dense_exchange_takes_and_sends_all_degrees():
+  """Two nodes of two ranks, one layer in groups of two: whatever ranks hold, all slots go at each degree."""
+  costs = costs_of((1, 2, 2), FULL, exchange='dense', exchange_meets='group', peer_latency_s=PEER_S)
+  groups = [Group(0, 2, (0,)), Group(2, 1, (1,)), Group(3, 1)]
+  plan = dataclasses.replace(plan_of([8, 1], groups, groups, costs.cluster), capacity_tokens=16)
+  own = Program.of_plan(plan)
+  assert own.degrees(PARENTS) == (1, 2)
+  # A head of 2 float32 is 8 bytes. Of 16 heads and twice 4 key/value heads half, then half of 16 back.
+  pair = {'dispatch': 16 * (8 + 2 * 2) * 8, 'combine': 16 * 8 * 8}
+  all_four = {'dispatch': 16 * (4 + 2 * 1) * 8, 'combine': 16 * 4 * 8}
+  for program, degrees in ((own, [2]), (own._replace(parents_span=4, parents_degrees=(1, 2, 4)), [2, 4])):
+    times = plan_times(plan, costs, program).layouts[PARENTS]
+    for site, seconds in (('dispatch', times.dispatch_s), ('combine', times.combine_s)):
+      expected = 1e-4 + PEER_S + pair[site] / 4e5
+      if 4 in degrees:  # one peer in the node, two in the other
+        expected += 3e-4 + 3 * PEER_S + max(all_four[site] / 4e5, 2 * all_four[site] / 1e5)
+      assert seconds == pytest.approx([expected] * 4)
+    across = 2 * sum(all_four.values()) if 4 in degrees else 0
+    assert times.attention.inter == pytest.approx([across] * 4)
+    near = sum(pair.values()) + (sum(all_four.values()) if 4 in degrees else 0)
+    assert times.attention.intra == pytest.approx([near] * 4)
+    assert costs.cross_node_bytes(plan, program) == 2 * 4 * across
+    assert times.meets.max(np.arange(4.0)).tolist() == ([3] * 4 if 4 in degrees else [1, 1, 3, 3])
 
 
 def two_long_layers(shape: dict[str, int], gather_s: float, share: bool) -> Costs:
@@ -150,7 +176,7 @@ def test_halo_by_hand():
   costs = costs_of((1, 2, 2), WINDOWS, peer_latency_s=PEER_S)
   groups = [Group(0, 4, (0, 1))]
   plan = plan_of([16, 6], groups, groups, costs.cluster).with_halo(2)
-  assert plan.shared_tokens.tolist() == [5, 6, 5, 6] and plan.program(4).halo_hops == 1
+  assert plan.shared_tokens.tolist() == [5, 6, 5, 6] and Program.of_plan(plan).halo_hops == 1
   # Pairs of query and key: 3 a token but for a sample's first two. Ranks begin at places 0, 5, 11 and 0.
   pairs = np.array([1 + 2 + 3 * 3, 6 * 3, 5 * 3, 1 + 2 + 4 * 3])
   core_s = 4 * 16 * 2 * pairs / 1e6
@@ -175,7 +201,7 @@ def test_a_halo_has_hops_of_its_program():
   costs = costs_of((1, 1, 8), WINDOWS.with_kind(SlidingWindowAttention(window_tokens=8)))
   groups = [Group(0, 8, (0,))]
   plan = plan_of([16], groups, groups, costs.cluster).with_halo(7)
-  own = plan.program(8)
+  own = Program.of_plan(plan)
   assert own.halo_hops == 4
   found = plan_times(plan, costs, own).halo(costs.layers[0])
   of_two = plan_times(plan, costs, own._replace(halo_hops=2)).halo(costs.layers[0])

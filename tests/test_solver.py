@@ -163,10 +163,10 @@ SLOWER = {
 @pytest.mark.parametrize('model', [MODEL, DENSE], ids=['experts', 'dense'])
 @pytest.mark.parametrize('mesh', MESHES)
 def test_no_mode_is_slower_than_one_that_allows_less(mesh, model, prefetch_layers):
-  """Whole steps, also of several micro-batches, each mode with its own; in both kinds of meeting."""
+  """Whole steps, also of several micro-batches, each mode with its own; all kinds of exchange and meeting."""
   rng = np.random.default_rng(len(mesh) + prefetch_layers)
-  for step, meets in ((0, 'span'), (1, 'group')):
-    costs = costs_of(mesh, model, prefetch_layers=prefetch_layers, exchange_meets=meets)
+  for step, meets, exchange in ((0, 'span', 'ragged'), (1, 'group', 'ragged'), (0, 'span', 'dense')):
+    costs = costs_of(mesh, model, prefetch_layers=prefetch_layers, exchange_meets=meets, exchange=exchange)
     capacity = int(rng.choice([7, 64, 300]))
     lengths = random_lengths(rng, costs.cluster.domain_ranks * capacity)[:24]
     config = PlannerConfig(capacity_tokens=capacity, capacity_step_tokens=step)

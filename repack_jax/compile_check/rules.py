@@ -18,7 +18,8 @@ from repack_jax.config.model import ModelConfig
 from repack_jax.exchange import reference
 from repack_jax.kinds import LAYER_SCOPES
 from repack_jax.parallel.xla_flags import DECOMPOSER
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, Plan, Program
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, Plan
+from repack_jax.plan.program import Program
 from repack_jax.predict import flops
 from repack_jax.predict.costs import halo_peers
 

@@ -38,8 +38,12 @@ class ClusterConfig:
     intra_node_latency_s, inter_node_latency_s: what a collective takes however little it moves, inside a node
       and across nodes.
     peer_latency_s: what an exchange takes on top for each peer that it addresses, however little it gets.
-    exchange_meets: who waits for whom at either site of an exchange, and is addressed: `span`, all ranks that
-      the program's exchange spans (a node's, or the domain's), or `group`, those of the SP group alone.
+    exchange: how heads are exchanged: `ragged`, one variable-size all-to-all a site, or `dense`, a padded one
+      for each SP degree that the program knows, all slots of all ranks. Emulated ranks run `dense` whatever
+      this says, since XLA has no ragged all-to-all on CPUs.
+    exchange_meets: who waits for whom at either site of a ragged exchange, and is addressed: `span`, all
+      ranks that the program's exchange spans (a node's, or the domain's), or `group`, those of the SP group
+      alone.
     prefetch_layers: the program gathers parameters this many layers ahead of their use and reduces gradients
       as many behind, so that ranks may be as many layers apart; 0 where they meet at each layer. The training
       step here can do 0 and 1.
@@ -66,6 +70,7 @@ class ClusterConfig:
   intra_node_latency_s: float = 15e-6
   inter_node_latency_s: float = 35e-6
   peer_latency_s: float = 0.0
+  exchange: str = 'ragged'
   exchange_meets: str = 'span'
   prefetch_layers: int = 0
   share_inter_node_link: bool = True
@@ -75,7 +80,10 @@ class ClusterConfig:
 
   def __post_init__(self) -> None:
     check_types(self)
-    check_choice(self, platform=('auto', 'cpu', 'gpu', 'tpu'), exchange_meets=('span', 'group'))
+    check_choice(
+      self, platform=('auto', 'cpu', 'gpu', 'tpu'), exchange=('ragged', 'dense'),
+      exchange_meets=('span', 'group'),
+    )  # fmt: skip
     check_min(self, 1, 'domains')
     for name in ('nodes', 'ranks_per_node'):
       require(
@@ -113,6 +121,11 @@ class ClusterConfig:
   @property
   def num_ranks(self) -> int:
     return self.domains * self.domain_ranks
+
+  @property
+  def span_meets(self) -> bool:
+    """Returns whether all ranks that an exchange spans meet at its sites, whatever their groups."""
+    return self.exchange == 'dense' or self.exchange_meets == 'span'
 
   @property
   def parameter_rates(self) -> tuple[float, float]:

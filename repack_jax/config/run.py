@@ -233,8 +233,6 @@ class TrainConfig:
       to compare the losses; takes a second copy of the state as long. A resumed run does not do it again.
     draw_every_steps: steps between pages with a plan, which go to the workdir; 0 draws none of these. The
       step where repacking saves most is drawn when the run ends in any case.
-    exchange: `ragged` (one native ragged all-to-all; TPU and GPU), `dense` (padded all-to-all; runs
-      everywhere) or `auto` (ragged where the backend has it).
     attention: `pallas_tpu`, `cudnn` (bfloat16 on GPU), `blockwise` (portable), `reference` (dense mask, for
       tests) or `auto` (the platform's own where it serves the model, else blockwise).
     grouped: the experts' products: `ragged_dot` (XLA's: a grouped kernel on TPU, mostly dense elsewhere),
@@ -247,7 +245,6 @@ class TrainConfig:
   keep_checkpoints: int = 2
   compare_steps: int = 0
   draw_every_steps: int = 0
-  exchange: str = 'auto'
   attention: str = 'auto'
   grouped: str = 'auto'
 
@@ -255,7 +252,6 @@ class TrainConfig:
     check_types(self)
     check_choice(
       self,
-      exchange=('auto', 'ragged', 'dense'),
       attention=('auto', 'pallas_tpu', 'cudnn', 'blockwise', 'reference'),
       grouped=('auto', 'ragged_dot', 'blocks'),
     )

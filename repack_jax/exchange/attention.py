@@ -14,7 +14,7 @@ from repack_jax.exchange.ulysses import solo_attention, ulysses_attention
 from repack_jax.kinds import LayerKind
 from repack_jax.ops.attention import AttentionCase, AttentionImpl, choose_attention
 from repack_jax.plan.arrays import PlanArrays
-from repack_jax.plan.plan import Program
+from repack_jax.plan.program import Program
 
 
 def attention_cases(kind: LayerKind, lone: AttentionCase, program: Program) -> list[AttentionCase]:
@@ -52,7 +52,7 @@ def repacked_attention(
     program: what the arrays were packed for.
     axes: mesh axes of a domain, major to minor, in which ranks are numbered.
     attention: what computes the core; by default what `auto` takes on JAX's default platform.
-    exchange: `ragged` or `dense`; by default likewise.
+    exchange: `ragged` or `dense`; by default ragged where the platform has it.
 
   Raises:
     PlanError: where the program's exchanges span other ranks than the mesh has.
@@ -66,7 +66,7 @@ def repacked_attention(
   if halo_slots is not None:
     spanned = spanned_axes(program.span(kind.layout), axes, sizes)
     return halo_attention(attention, kind, (q, k, v), batch, halo_slots, program.halo_hops, spanned)
-  exchange = exchange or choose_exchange('auto', platform)
+  exchange = exchange or choose_exchange('ragged', platform)
   wire = kind.wire(q.shape[1], k.shape[1], q.shape[2], q.dtype.name)
   ex = Exchange.of_program(program, kind.layout, wire, axes, sizes, exchange)
   route = batch.route(kind.layout)

@@ -32,9 +32,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from repack_jax.checks import ConfigError
 from repack_jax.plan.arrays import Route
-from repack_jax.plan.plan import PlanError, Program
+from repack_jax.plan.plan import PlanError
+from repack_jax.plan.program import Program
 from repack_jax.plan.wire import Wire
 
 HeadsOf = Callable[[int], int]  # SP degree -> heads that a token sends to, or gets from, a peer
@@ -43,18 +43,10 @@ log = logging.getLogger(__name__)
 
 
 def choose_exchange(name: str, platform: str) -> str:
-  """Returns `ragged` or `dense`: an explicit choice stands; `auto` takes ragged where the platform has it.
-
-  Raises:
-    ConfigError: for an explicit `ragged` on the CPU.
-  """
-  if name == 'ragged' and platform == 'cpu':
-    raise ConfigError(
-      "TrainConfig.exchange = 'ragged': XLA has no ragged all-to-all on the CPU. Use 'dense', or 'auto', "
-      'which takes ragged on TPU and GPU'
-    )
-  chosen = name if name != 'auto' else ('dense' if platform == 'cpu' else 'ragged')
-  log.info('exchange: %s (%s, on %s)', chosen, 'chosen by auto' if name == 'auto' else 'as asked', platform)
+  """Returns what a platform runs for `ClusterConfig.exchange`: on the CPU always `dense`."""
+  chosen = 'dense' if platform == 'cpu' else name
+  reason = '' if chosen == name else f' for {name}, which XLA does not have'
+  log.info('exchange: %s%s, on %s', chosen, reason, platform)
   return chosen
 
 
@@ -65,7 +57,7 @@ class Exchange:
   Attributes:
     axes: mesh axes that it spans, major to minor.
     span: S, ranks along them.
-    degrees: SP degrees that the program knows: 1, 2, 4, ... ascending.
+    degrees: SP degrees that the program knows in the layout, ascending.
     capacity_tokens: T.
     wire: what it carries.
     row_tokens: ranks hold multiples of so many slots of their group's stream (`Plan.row_tokens`).
@@ -194,7 +186,7 @@ def _dispatch_bwd(ex, route, grad_rows):
     return tuple(_owned(ex, grad, route) for grad in grads)
 
   branches = [functools.partial(gradients, p) for p in ex.degrees]
-  return lax.switch(route.log2_size, branches), None
+  return lax.switch(route.branch, branches), None
 
 
 dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
@@ -211,7 +203,7 @@ def combine(ex: Exchange, rows: jax.Array, route: Route) -> jax.Array:
     slots = _view(ex, heads_of, received, degree).reshape(degree, t, heads_of(degree), d)
     return slots.swapaxes(0, 1).reshape(t, ex.wire.result_heads, d)
 
-  out = lax.switch(route.log2_size, [functools.partial(whole, p) for p in ex.degrees])
+  out = lax.switch(route.branch, [functools.partial(whole, p) for p in ex.degrees])
   return _owned(ex, out, route)
 
 
@@ -253,7 +245,7 @@ def _view(ex: Exchange, heads_of: HeadsOf, rows: jax.Array, degree: int) -> jax.
 def _by_degree(ex: Exchange, heads_of: HeadsOf, route: Route, make: Callable) -> jax.Array:
   """Rows of the form that `make(degree)` gives for the rank's own degree."""
   branches = [lambda p=p: join_rows(ex, heads_of, make(p)) for p in ex.degrees]
-  return lax.switch(route.log2_size, branches)
+  return lax.switch(route.branch, branches)
 
 
 def _owned(ex: Exchange, x: jax.Array, route: Route) -> jax.Array:
@@ -276,7 +268,7 @@ def to_slots(ex: Exchange, heads_of: HeadsOf, rows: jax.Array, route: Route) -> 
 
 
 def _move(ex, heads_of, rows, route, stream):
-  if ex.span == 1:
+  if ex.degrees[-1] == 1:
     return rows
   move = _ragged_move if ex.implementation == 'ragged' else _dense_move
   return move(ex, heads_of, rows, route, stream)
@@ -291,9 +283,9 @@ def ragged_offsets(
   *receiver*. Ranks outside the group get zero rows.
   """
   rows = [ex.row_tokens * heads_of(p) * ex.wire.head_dim // ex.row_width for p in ex.degrees]
-  unit = jnp.array(rows, jnp.int32)[route.log2_size]  # rows that `row_tokens` slots make
+  unit = jnp.array(rows, jnp.int32)[route.branch]  # rows that `row_tokens` slots make
   place = jnp.arange(ex.span, dtype=jnp.int32) - route.first
-  inside = (place >= 0) & (place < jnp.left_shift(1, route.log2_size))
+  inside = (place >= 0) & (place < jnp.array(ex.degrees, jnp.int32)[route.branch])
   place = jnp.where(inside, place, 0)
   held = route.counts // ex.row_tokens
   before = jnp.cumsum(held) - held
@@ -349,17 +341,16 @@ def _dense_move(ex, heads_of, rows, route, stream):
     inside = token < route.counts[:degree].sum()
     return join_rows(ex, heads_of, jnp.where(inside[:, None], x[jnp.where(inside, source, 0)], 0))
 
-  received = [rows]
-  for degree in ex.degrees[1:]:
+  def moved(degree: int) -> Callable[[], jax.Array]:
+    if degree == 1:
+      return lambda: rows
     groups = [list(range(i, i + degree)) for i in range(0, ex.span, degree)]
-    received.append(
-      lax.all_to_all(to_wire(degree), ex.axis_name, split_axis=0, concat_axis=0, axis_index_groups=groups)
+    received = lax.all_to_all(
+      to_wire(degree), ex.axis_name, split_axis=0, concat_axis=0, axis_index_groups=groups
     )
-  branches = [lambda: rows]
-  branches += [
-    functools.partial(from_wire, x, degree) for x, degree in zip(received[1:], ex.degrees[1:], strict=True)
-  ]
-  return lax.switch(route.log2_size, branches)
+    return functools.partial(from_wire, received, degree)
+
+  return lax.switch(route.branch, [moved(degree) for degree in ex.degrees])
 
 
 # --- experts: equal blocks whose fill is known at run time only -------------------------------------------

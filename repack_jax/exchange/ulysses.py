@@ -64,7 +64,7 @@ def _core_fwd(ex, impl, kind, rows, route):
     out, lse = impl.forward(*split_heads(ex, rows, degree), route.segments[:tokens], kind)
     return join_rows(ex, ex.wire.combine_heads, out), lse.reshape(-1)
 
-  out, lse = lax.switch(route.log2_size, [functools.partial(forward, p) for p in ex.degrees])
+  out, lse = lax.switch(route.branch, [functools.partial(forward, p) for p in ex.degrees])
   out, lse = checkpoint_name(out, KEPT), checkpoint_name(lse, KEPT)
   return out, (rows, out, lse, route)
 
@@ -89,7 +89,7 @@ def _core_bwd(ex, impl, kind, residuals, grad):
     )
     return join_rows(ex, ex.wire.dispatch_heads, jnp.concatenate(grads, axis=1))
 
-  return lax.switch(route.log2_size, [functools.partial(backward, p) for p in ex.degrees]), None
+  return lax.switch(route.branch, [functools.partial(backward, p) for p in ex.degrees]), None
 
 
 _core.defvjp(_core_fwd, _core_bwd)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from repack_jax.plan.plan import CHILDREN, PARENTS, Plan, Program
+from repack_jax.plan.plan import CHILDREN, PARENTS, Plan
+from repack_jax.plan.program import Program
 
 Array = Any  # NumPy's as packed, JAX's on the devices
 
@@ -24,7 +25,8 @@ class Route(NamedTuple):
   """Who a rank exchanges with in one layout. int32, each with a leading axis of ranks.
 
   Attributes:
-    log2_size [R]: log2 of the group's SP degree.
+    branch [R]: which of the degrees that the program knows the group has (`Program.degrees`). Where it holds
+      nothing, the first of them, and the rank is its only one, whatever its size.
     first [R]: the group's first rank, counted from the start of what the exchange spans.
     place [R]: the rank's place in its group.
     counts [R, S]: slots that the group's ranks hold, in order; 0 past the group's size.
@@ -32,7 +34,7 @@ class Route(NamedTuple):
       tokens of each child) and past the stream.
   """
 
-  log2_size: Array
+  branch: Array
   first: Array
   place: Array
   counts: Array
@@ -78,20 +80,23 @@ def route_arrays(plan: Plan, layout: str, program: Program) -> Route:
   counts = np.zeros((plan.num_ranks, span), np.int32)
   widest_slots = program.degrees(layout)[-1] * program.capacity_tokens
   segments = np.full((plan.num_ranks, widest_slots), PADDING_SEGMENT, np.int32)
+  ranks = np.arange(plan.num_ranks)
+  branch, first = np.zeros(plan.num_ranks, np.int32), ranks.copy()  # of a rank whose group holds nothing
   for group in plan.groups(layout):
-    members = slice(group.first_rank, group.end_rank)
-    counts[members, : group.size] = placement.slots[members]
+    if group.samples:
+      members = slice(group.first_rank, group.end_rank)
+      counts[members, : group.size] = placement.slots[members]
+      branch[members], first[members] = program.degrees(layout).index(group.size), group.first_rank
   for child in plan.children:
-    first = placement.first_rank[child.first_rank]
-    members = slice(first, first + placement.size[child.first_rank])
+    start = placement.first_rank[child.first_rank]
+    members = slice(start, start + placement.size[child.first_rank])
     stream = np.repeat(child.samples, [plan.lengths[s] for s in child.samples])
     start = placement.stream_start[child.first_rank]
     segments[members, start : start + len(stream)] = stream
-  ranks = np.arange(plan.num_ranks)
   return Route(
-    log2_size=np.log2(placement.size).astype(np.int32),
-    first=(placement.first_rank % span).astype(np.int32),
-    place=(ranks - placement.first_rank).astype(np.int32),
+    branch=branch,
+    first=(first % span).astype(np.int32),
+    place=(ranks - first).astype(np.int32),
     counts=counts,
     segments=segments,
   )

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -36,91 +36,6 @@ MOST_HALO_HOPS = 4
 
 class PlanError(ValueError):
   """A plan that breaks a rule; names the sample or group, and the rule."""
-
-
-class Program(NamedTuple):
-  """What of a plan is compiled in: plans that agree in it share one program. The rest of a plan is data.
-
-  Attributes:
-    parents_span, children_span: ranks that the exchanges of each layout span, a node's or a domain's.
-    widest_degree: the widest SP degree that the program knows; it knows every power of two up to it.
-    capacity_tokens: token slots of a rank.
-    row_tokens: ranks hold multiples of so many slots of their group's stream (`Plan.row_tokens`).
-    has_solo: whether there is a core for solo samples.
-    halo_tokens: as in `Plan`; None where all layers exchange heads.
-    halo_hops: how many ranks ahead of it a rank gets the tokens of its halo from, at most.
-  """
-
-  parents_span: int
-  children_span: int
-  widest_degree: int
-  capacity_tokens: int
-  row_tokens: int
-  has_solo: bool
-  halo_tokens: int | None = None
-  halo_hops: int = 0
-
-  def span(self, layout: str) -> int:
-    """Returns the ranks that the exchanges of a layout span."""
-    return self.parents_span if layout == PARENTS else self.children_span
-
-  def degrees(self, layout: str) -> tuple[int, ...]:
-    """Returns the SP degrees that the program knows in a layout, 1, 2, 4, ... ascending."""
-    widest = min(self.widest_degree, self.span(layout))
-    return tuple(1 << i for i in range(widest.bit_length()))
-
-  def halo_slots(self, layout: str, halo_tokens: int | None) -> int | None:
-    """Returns the slots of the halo that layers have; None where they exchange heads.
-
-    Args:
-      layout: that they run in.
-      halo_tokens: that their queries see ahead of their own at most; None for no bound.
-    """
-    if layout != CHILDREN or self.halo_tokens is None or halo_tokens is None:
-      return None
-    if halo_tokens > self.halo_tokens:  # the hops were counted for less
-      return None
-    return min(halo_tokens, self.halo_hops * self.capacity_tokens)
-
-  def serves(self, plan: Plan) -> bool:
-    """Returns whether this program can run the plan."""
-    try:
-      self.check(plan)
-    except PlanError:
-      return False
-    return True
-
-  def check(self, plan: Plan) -> None:
-    """Raises PlanError, with what to do, unless this program can run the plan.
-
-    A group wider than the program knows would not fail on the devices: an index into its branches is clamped
-    there, and the numbers would be wrong.
-    """
-    for layout in LAYOUTS:
-      widest, known = plan.widest(layout), self.degrees(layout)[-1]
-      if widest > known:
-        raise PlanError(
-          f'this plan has {layout} of SP{widest}; the program knows degrees up to SP{known} over '
-          f'{self.span(layout)} ranks. Make the program from this plan, or plan with max_sp_degree = {known}'
-        )
-    if plan.rank_slots.max(initial=0) > self.capacity_tokens:
-      raise PlanError(
-        f'this plan fills {plan.rank_slots.max()} slots of a rank; the program has {self.capacity_tokens}. '
-        'Make the program from this plan, or plan with that capacity'
-      )
-    if plan.row_tokens % self.row_tokens or self.capacity_tokens % self.row_tokens:
-      raise PlanError(
-        f'this plan has rows of {plan.row_tokens} tokens; the program sends rows of {self.row_tokens}. Plan '
-        'with the wire_row_bytes that the program was made with'
-      )
-    if plan.solo and not self.has_solo:
-      raise PlanError('this plan has solo samples; the program has no core for them: make one with has_solo')
-    hops = 0 if self.halo_tokens is None else plan.halo_hops(self.halo_tokens)
-    if hops > self.halo_hops:
-      raise PlanError(
-        f'in this plan halos of {self.halo_tokens} tokens come from {hops} ranks; the program knows '
-        f"{self.halo_hops}. Make the program from this plan, or plan with sparse_exchange = 'ulysses'"
-      )
 
 
 @dataclass(frozen=True, order=True)
@@ -309,29 +224,17 @@ class Plan:
     start = before[np.arange(self.num_ranks)] - before[first]
     return Placement(first, size, self.shared_slots, start)
 
+  def degrees(self, layout: str) -> tuple[int, ...]:
+    """Returns the SP degrees of a layout's groups that hold samples, ascending; 1 alone where none do."""
+    return tuple(sorted({group.size for group in self.groups(layout) if group.samples})) or (1,)
+
   def widest(self, layout: str) -> int:
-    """Returns the SP degree of the widest group of a layout."""
-    return max(group.size for group in self.groups(layout))
+    """Returns the SP degree of the widest group of a layout that holds samples."""
+    return self.degrees(layout)[-1]
 
   def span(self, layout: str) -> int:
-    """Returns the ranks that exchanges of a layout span: a node's where every group lies inside a node."""
+    """Returns the ranks that exchanges of a layout span: a node's where none of its groups needs more."""
     return self.ranks_per_node if self.widest(layout) <= self.ranks_per_node else self.domain_ranks
-
-  def program(self, widest_degree: int) -> Program:
-    """Returns the program that runs this plan.
-
-    Args:
-      widest_degree: the widest SP degree that any plan of the run may have, so that plans share programs.
-
-    Raises:
-      PlanError: where this plan is wider.
-    """
-    program = Program(
-      self.span(PARENTS), self.span(CHILDREN), widest_degree, self.capacity_tokens, self.row_tokens,
-      bool(self.solo), self.halo_tokens, 0 if self.halo_tokens is None else self.halo_hops(self.halo_tokens),
-    )  # fmt: skip
-    program.check(self)
-    return program
 
   @property
   def total_tokens(self) -> int:

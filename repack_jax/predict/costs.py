@@ -17,7 +17,8 @@ import numpy as np
 from repack_jax.checks import check_choice, require
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.config.run import PlannerConfig, allowed_sp_degrees
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, Plan, Program
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, Plan
+from repack_jax.plan.program import Program
 from repack_jax.plan.wire import Wire
 
 # Two products forward, five backward, since the scores are computed again (Dao et al. 2022).
@@ -183,6 +184,19 @@ class Costs:
       (degree - in_node) * sent / cluster.inter_node_bytes_per_s,
     )
 
+  def dense_site_s(self, degree: int, heads: int) -> float:
+    """Returns seconds of the all-to-all of one SP degree in a site of a dense exchange, latency included.
+
+    Args:
+      heads: that a rank sends to each of its group: its slots times heads of each.
+    """
+    cluster, sent = self.cluster, heads * self.wire.head_dim * self.wire.itemsize
+    local = min(degree, cluster.ranks_per_node)
+    return float(self.site_latency_s(degree)) + max(
+      (local - 1) * sent / cluster.intra_node_bytes_per_s,
+      (degree - local) * sent / cluster.inter_node_bytes_per_s,
+    )
+
   def site_latency_s(self, ranks: np.ndarray | int) -> np.ndarray:
     """Returns seconds of one exchange between so many ranks, however little it moves; 0 for one alone.
 
@@ -203,7 +217,7 @@ class Costs:
     Args:
       program: what runs the plan; by default one made for it.
     """
-    program = program or plan.program(max(map(plan.widest, LAYOUTS)))
+    program = program or Program.of_plan(plan)
     total = 0
     for layer, count in self.sorts.items():
       if (halo_slots := program.halo_slots(layer.layout, layer.halo_tokens)) is not None:
@@ -211,10 +225,32 @@ class Costs:
         sent = across * self.halo_bytes(program, halo_slots)
       else:
         placement = plan.placement(layer.layout)
-        peers = np.maximum(0, placement.size - plan.ranks_per_node)
-        sent = placement.slots * peers * self.wire.bytes_per_peer(placement.size)
-      total += 2 * count * sum(sent.tolist())  # which can't wrap around
+        _, sent = self.exchange_bytes(program, layer.layout, placement.slots, placement.size)
+      total += 2 * count * sum(map(int, sent.tolist()))  # which can't wrap around
     return total
+
+  def exchange_bytes(
+    self, program: Program, layout: str, slots: np.ndarray, degree: np.ndarray
+  ) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bytes that each rank sends at both sites of a layer: (inside its node, to other nodes).
+
+    One pass; float64 [num_ranks] each. A dense exchange sends all slots at each degree that the program
+    knows.
+
+    Args:
+      slots: that each rank holds of its group's stream, [num_ranks].
+      degree: SP degree of each rank's group, [num_ranks].
+    """
+    of_degrees = [(slots, degree)]
+    if self.cluster.exchange == 'dense':
+      all_slots = np.full(len(slots), program.capacity_tokens)
+      of_degrees = [(all_slots, np.full(len(slots), known)) for known in program.degrees(layout)]
+    near, across = np.zeros(len(slots)), np.zeros(len(slots))
+    for sent, size in of_degrees:
+      local = np.minimum(size, self.cluster.ranks_per_node)
+      peer_bytes = sent.astype(np.float64) * self.wire.bytes_per_peer(size)
+      near, across = near + peer_bytes * (local - 1), across + peer_bytes * (size - local)
+    return near, across
 
   def halo_bytes(self, program: Program, halo_slots: int) -> int:
     """Returns what a rank sends in one hop of a halo of so many slots: static, whatever it holds."""

@@ -7,11 +7,13 @@ says of them, so this is all that the simulator and the planner need to know of 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, SOLO, Plan, Program
+from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, SOLO, Plan
+from repack_jax.plan.program import Program
 from repack_jax.predict.costs import Costs, LayerCosts, OfLengths, halo_peers, link_s
 
 
@@ -151,7 +153,7 @@ def plan_times(
   a parent holds an equal share of its stream) and a pass of hidden states leads into and out of it: what
   repacking avoids.
   """
-  program = program or plan.program(max(map(plan.widest, LAYOUTS)))
+  program = program or Program.of_plan(plan)
   layouts = {layout: _layout_times(plan, costs, program, layout, plan.shared_tokens) for layout in LAYOUTS}
   if costs.halo_tokens is not None and program.halo_slots(CHILDREN, costs.halo_tokens) is not None:
     layouts[CHILDREN] = _by_halo(plan, costs, program, layouts[CHILDREN])
@@ -232,58 +234,82 @@ def _layout_times(plan: Plan, costs: Costs, program: Program, layout: str, share
   """Times where the ranks hold these tokens of their groups' streams."""
   wire, groups = costs.wire, plan.groups(layout)
   tiling = Tiling.at(np.array([group.first_rank for group in groups]), plan.num_ranks)
-  degree = np.array([group.size for group in groups])[tiling.of]
+  degree = np.array([group.size if group.samples else 1 for group in groups])[tiling.of]
   tokens = shared.astype(np.float64)
   sent = -(-tokens // plan.row_tokens) * plan.row_tokens  # whole rows travel, padding and all
-  nodes = _nodes(plan)
-  head_bytes = wire.itemsize * wire.head_dim
-  dispatch, combine = (
-    heads * head_bytes for heads in (wire.dispatch_heads(degree), wire.combine_heads(degree))
-  )
-
-  local = np.minimum(degree, plan.ranks_per_node)
-  of_group = tiling.sum(sent)
-  # A group lies in a node or covers whole nodes.
-  near = np.where(degree > plan.ranks_per_node, nodes.sum(sent), of_group)
-  intra = np.maximum(sent * (local - 1), near - sent)
-  inter = np.maximum(sent * (degree - local), of_group - near)
-
-  cluster, span = costs.cluster, program.span(layout)
-  meets_span = cluster.exchange_meets == 'span'
-  latency_s = costs.site_latency_s(np.full(len(degree), span) if meets_span else degree)
-
-  def site_s(row_bytes: np.ndarray) -> np.ndarray:
-    seconds = np.maximum(
-      intra * row_bytes / cluster.intra_node_bytes_per_s, inter * row_bytes / cluster.inter_node_bytes_per_s
-    )
-    return latency_s + tiling.max(seconds)
-
-  both = dispatch + combine
+  span = program.span(layout)
+  if costs.cluster.exchange == 'dense':
+    crosses, sites_s = np.full(plan.num_ranks, span > plan.ranks_per_node), _dense_s(costs, program, layout)
+    dispatch_s, combine_s = (np.full(plan.num_ranks, seconds) for seconds in sites_s)
+  else:
+    crosses = degree > plan.ranks_per_node
+    dispatch_s, combine_s = _ragged_s(plan, costs, span, tiling, degree, sent)
   held = tokens + (plan.rank_tokens - plan.shared_tokens)
-  routed, expert_s, expert_bytes = _expert_times(plan, costs, held, nodes)
+  routed, expert_s, expert_bytes = _expert_times(plan, costs, held)
   return LayoutTimes(
     slots=program.capacity_tokens,
     tokens=held,
     groups=tiling,
-    meets=Tiling.at(np.arange(0, plan.num_ranks, span), plan.num_ranks) if meets_span else tiling,
-    crosses=degree > local,
+    meets=Tiling.at(np.arange(0, plan.num_ranks, span), plan.num_ranks)
+    if costs.cluster.span_meets
+    else tiling,
+    crosses=crosses,
     cores=_cores(plan, costs, layout, tiling.of),
-    dispatch_s=site_s(dispatch),
-    combine_s=site_s(combine),
+    dispatch_s=dispatch_s,
+    combine_s=combine_s,
     result_heads=wire.combine_heads(degree),
     routed_tokens=routed,
     expert_exchange_s=expert_s,
-    attention=Traffic(sent * (local - 1) * both, sent * (degree - local) * both),
+    attention=Traffic(*costs.exchange_bytes(program, layout, sent, degree)),
     experts=Traffic(expert_bytes, np.zeros(plan.num_ranks)),
   )
 
 
-def _expert_times(
-  plan: Plan, costs: Costs, tokens: np.ndarray, nodes: Tiling
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _ragged_s(
+  plan: Plan, costs: Costs, span: int, groups: Tiling, degree: np.ndarray, sent: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+  """Seconds of dispatch and of combine, [num_ranks] each; a link is as slow as who sends or receives most.
+
+  Args:
+    span: ranks that the exchange spans.
+    degree: SP degree of each rank's group.
+    sent: slots of each rank's share of its group's stream.
+  """
+  cluster, wire = costs.cluster, costs.wire
+  local = np.minimum(degree, plan.ranks_per_node)
+  of_group = groups.sum(sent)
+  # A group lies in a node or covers whole nodes.
+  near = np.where(degree > plan.ranks_per_node, _nodes(plan).sum(sent), of_group)
+  intra = np.maximum(sent * (local - 1), near - sent)
+  inter = np.maximum(sent * (degree - local), of_group - near)
+  latency_s = costs.site_latency_s(np.full(len(degree), span) if cluster.span_meets else degree)
+
+  def site_s(heads: np.ndarray) -> np.ndarray:
+    row_bytes = heads * wire.itemsize * wire.head_dim
+    seconds = np.maximum(
+      intra * row_bytes / cluster.intra_node_bytes_per_s, inter * row_bytes / cluster.inter_node_bytes_per_s
+    )
+    return latency_s + groups.max(seconds)
+
+  return site_s(wire.dispatch_heads(degree)), site_s(wire.combine_heads(degree))
+
+
+def _dense_s(costs: Costs, program: Program, layout: str) -> tuple[float, float]:
+  """Seconds of dispatch and of combine, the same on all ranks: of each degree that the program knows."""
+  wire, slots = costs.wire, program.capacity_tokens
+  degrees = [degree for degree in program.degrees(layout) if degree > 1]
+
+  def site_s(heads_of: Callable[[int], int]) -> float:
+    return sum(costs.dense_site_s(degree, slots * heads_of(degree)) for degree in degrees)
+
+  return site_s(wire.dispatch_heads), site_s(wire.combine_heads)
+
+
+def _expert_times(plan: Plan, costs: Costs, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
   """(tokens whose experts run on the rank, seconds of one exchange, bytes sent in both)."""
   if costs.expert_ranks == 1:
     return tokens, np.zeros(plan.num_ranks), np.zeros(plan.num_ranks)
+  nodes = _nodes(plan)
   share = nodes.sum(tokens) / costs.expert_ranks
   row_bytes = costs.expert_bytes_per_token
   seconds = np.maximum(tokens, share) * row_bytes / costs.cluster.intra_node_bytes_per_s
@@ -351,7 +377,7 @@ def _layer_s(times: PlanTimes, costs: Costs, layer: LayerCosts, backward: bool) 
   halo = times.halo(layer)
   if halo is not None:
     attention = attention + solo + (0.0 if backward else halo.seconds)
-  elif costs.cluster.exchange_meets == 'span':
+  elif costs.cluster.span_meets:
     attention = of.meets.max(attention + solo) + of.combine_s
   else:
     attention = attention + of.combine_s + solo

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from repack_jax.plan.plan import CHILDREN, PARENTS, Plan, Program
+from repack_jax.plan.plan import CHILDREN, PARENTS, Plan
+from repack_jax.plan.program import Program
 from repack_jax.predict.costs import Costs, LayerCosts
 from repack_jax.predict.flops import TRAIN_OVER_FORWARD
 from repack_jax.predict.plan_times import Halo, LayoutTimes, PlanTimes, Tiling, plan_times
@@ -309,7 +310,7 @@ class _Player:
     if self.exchange_chunks == 1:
       self._exchange(exchange, of, of.dispatch_s)
       self.work(attention, core_s)
-      if self.cluster.exchange_meets == 'span':
+      if self.cluster.span_meets:
         self.work(attention, solo_s)
         self.meet(f'wait: {exchange}', of.meets)
         self._exchange(exchange, of, of.combine_s)

@@ -39,9 +39,8 @@ def describe_rates(run: RunConfig) -> str:
     f'parameters gathered {count(cluster.prefetch_layers, "layer")} ahead'
     if cluster.prefetch_layers
     else 'parameters gathered as they are needed',
-    'exchanges are meetings of all ranks that they span'
-    if cluster.exchange_meets == 'span'
-    else 'exchanges are meetings of their groups',
+    f'{cluster.exchange} exchanges, which are meetings of '
+    + ('all ranks that they span' if cluster.span_meets else 'their groups'),
   ]
   return '; '.join(parts)
 

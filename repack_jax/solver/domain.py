@@ -271,7 +271,14 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
   token_share, parents_share, children_share, step_share = (
     values / max(values.sum(), 1e-300) for values in (tokens, parents_s, children_s, step_s)
   )
-  span_meets = cluster.exchange_meets == 'span'
+  # A ragged exchange takes seconds by what a group exchanges in it, a dense one by its degree alone.
+  dense = cluster.exchange == 'dense'
+  ragged_bytes = 0.0 if dense else peer_bytes
+  latency_s, span_latency_s = np.zeros(len(degrees)), np.zeros(2)
+  if not cluster.span_meets:
+    latency_s = 4 * costs.site_latency_s(degrees)
+  elif not dense:
+    span_latency_s = 4 * costs.site_latency_s(np.array([cluster.ranks_per_node, cluster.domain_ranks]))
   expert_bytes = 2 * sum(costs.expert_round_trips) * costs.expert_bytes_per_token
   expert_bytes *= any(layer.has_experts for layer in layers)
   return Problem(
@@ -287,14 +294,13 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
     node_of=np.arange(cluster.domain_ranks) // cluster.ranks_per_node,
     capacity=float(capacity_tokens),
     solo_slack=0.0,
-    intra_s=peer_bytes / cluster.intra_node_bytes_per_s,
-    inter_s=peer_bytes / cluster.inter_node_bytes_per_s,
-    latency_s=np.zeros(len(degrees)) if span_meets else 4 * costs.site_latency_s(degrees),
-    span_latency_s=4 * costs.site_latency_s(np.array([cluster.ranks_per_node, cluster.domain_ranks]))
-    if span_meets
-    else np.zeros(2),
+    intra_s=ragged_bytes / cluster.intra_node_bytes_per_s + np.zeros(len(degrees)),
+    inter_s=ragged_bytes / cluster.inter_node_bytes_per_s + np.zeros(len(degrees)),
+    latency_s=latency_s,
+    span_latency_s=span_latency_s,
+    dense_s=_dense_s(capacity_tokens, shared, costs) if dense else np.zeros(len(degrees)),
     second_site=combine_heads / (costs.wire.dispatch_heads(shared) + combine_heads),
-    span_meets=span_meets,
+    span_meets=cluster.span_meets,
     own_s=costs.slot_s,
     routed_s=both * routed_s,
     routed_spread=costs.expert_ranks > 1,
@@ -304,6 +310,19 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
     by_halo=False,
     halo_s=0.0,
     all_meet=cluster.prefetch_layers == 0,
+  )
+
+
+def _dense_s(capacity_tokens: int, degrees: np.ndarray, costs: Costs) -> np.ndarray:
+  """Seconds that each SP degree adds to a layer with dense exchanges, both passes, float64 [degrees]."""
+  sites = costs.wire.dispatch_heads, costs.wire.combine_heads
+  return np.array(
+    [
+      2 * sum(costs.dense_site_s(degree, capacity_tokens * heads_of(degree)) for heads_of in sites)
+      if degree > 1
+      else 0.0
+      for degree in degrees.tolist()
+    ]
   )
 
 

@@ -60,9 +60,10 @@ def exact(
     raise ValueError(
       f'ClusterConfig.wire_row_bytes = {row_bytes}: exact plans are of rows of one token; set 1'
     )
-  if costs.cluster.exchange_meets != 'group':
+  if costs.cluster.span_meets:
     raise ValueError(
-      "ClusterConfig.exchange_meets: exact plans are of exchanges that meet in groups: 'group'"
+      'ClusterConfig.exchange_meets: exact plans are of ragged exchanges that meet in groups: set '
+      "exchange = 'ragged' and exchange_meets = 'group'"
     )
   if not len(lengths):
     raise ValueError('no samples: an empty batch has no plan')

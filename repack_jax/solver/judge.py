@@ -153,9 +153,12 @@ def _judge_spans(problem: Problem, layout: Layout) -> Judged:
   of_parents, of_children = _Layer(np.zeros(nodes), np.zeros(nodes)), _Layer(np.zeros(nodes), np.zeros(nodes))
   routed_s = 0.0 if problem.routed_spread else problem.routed_s
   widest_parent, widest_child = 1, 1
+  parents_known, children_known = 0, 0  # degrees of groups that hold something, or-ed
   for c in range(children.number[0]):
     first, size = children.first[c], children.size[c]
     widest_child = max(widest_child, size)
+    if children.tokens[c] > 0.0:
+      children_known |= size
     held = children.tokens[c] / size
     core_s, second_s = children.work_s[c] / size + problem.halo_s, 0.0
     if size > 1 and not problem.by_halo:
@@ -176,6 +179,8 @@ def _judge_spans(problem: Problem, layout: Layout) -> Judged:
   for g in range(parents.number[0]):
     first, size = parents.first[g], parents.size[g]
     widest_parent = max(widest_parent, size)
+    if parents.tokens[g] > 0.0:
+      parents_known |= size
     core_s, second_s = parents.work_s[g] / size, 0.0
     if size > 1:
       exchange_s = uneven_exchange_s(problem, first, size, shared_tokens)
@@ -220,9 +225,13 @@ def _judge_spans(problem: Problem, layout: Layout) -> Judged:
   tokens = shared_tokens + solo.tokens
   even_s += (tokens * tokens).sum() / (ranks * max(most_tokens, 1e-30)) * problem.own_s
   seconds = most_tokens * problem.own_s + both_s + EVENNESS * even_s
-  seconds += problem.parents_layers * problem.span_latency_s[int(wide_parents)]
+  seconds += problem.parents_layers * (
+    problem.span_latency_s[int(wide_parents)] + known_s(problem, parents_known)
+  )
   if not problem.by_halo:
-    seconds += problem.children_layers * problem.span_latency_s[int(wide_children)]
+    seconds += problem.children_layers * (
+      problem.span_latency_s[int(wide_children)] + known_s(problem, children_known)
+    )
   return Judged(seconds, (by_tokens, by_parents, by_children, by_both))
 
 
@@ -238,6 +247,16 @@ def most_tokens(layout: Layout) -> float:
     first, size = children.first[c], children.size[c]
     most = max(most, np.ceil(children.tokens[c] / size) + solo.tokens[first : first + size].max())
   return most
+
+
+@compiled
+def known_s(problem: Problem, degrees: int) -> float:
+  """Returns the seconds of one layer's dense exchanges, of these degrees or-ed."""
+  seconds = 0.0
+  for j in range(len(problem.dense_s)):
+    if degrees >> j & 1:
+      seconds += problem.dense_s[j]
+  return seconds
 
 
 @compiled

@@ -32,6 +32,8 @@ class Problem(NamedTuple):
     intra_s, inter_s: float64 [degrees], per token and peer over either link, by log2 of the degree.
     latency_s: float64 [degrees], of all exchanges of a layer, where groups meet for themselves; else zeros.
     span_latency_s: float64 [2], the same where all ranks of a node or of the domain meet; else zeros.
+    dense_s: float64 [degrees], of a layer that knows this degree, whatever is exchanged at it; zeros where
+      exchanges are ragged, and all other seconds of exchanges are where they are dense.
     second_site: float64 [degrees], the share of an exchange's seconds that its second site has.
     span_meets: whether all ranks meet that a layout's exchanges span: a node's, or the domain's where a group
       of the layout is wider.
@@ -61,6 +63,7 @@ class Problem(NamedTuple):
   inter_s: np.ndarray
   latency_s: np.ndarray
   span_latency_s: np.ndarray
+  dense_s: np.ndarray
   second_site: np.ndarray
   span_meets: bool
   own_s: float

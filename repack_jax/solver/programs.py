@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from repack_jax.config.run import PlannerConfig
-from repack_jax.plan.plan import Plan, Program
+from repack_jax.plan.plan import Plan
+from repack_jax.plan.program import Program
 from repack_jax.predict.costs import Costs
 from repack_jax.predict.simulator import simulate
 
@@ -19,6 +20,10 @@ class Programs:
   what it would have saved so far, a step. All of this follows from configs and plans alone, so all processes
   of a run choose alike.
 
+  Where no program serves a plan, one is made that will serve most others: of all degrees and slots. A program
+  of its own knows all degrees too where exchanges are ragged, since those that a plan lacks cost it nothing;
+  where they are dense, just the plan's.
+
   Attributes:
     compiled: in the order in which they were asked for.
   """
@@ -30,7 +35,7 @@ class Programs:
     """
     self.compiled: list[Program] = []
     self._costs, self._config, self._steps = costs, config, steps
-    self._widest = costs.degrees(config)[-1]
+    self._degrees = costs.degrees(config)
     # A core for solo samples costs nothing where there are none, so it is in every program that may need it.
     self._with_solo = any('solo' in way for way in config.ways(costs.halo_tokens is not None))
     self._first_step: int | None = None
@@ -43,7 +48,7 @@ class Programs:
     return tuple(self._choose(step, plan) for plan in plans)
 
   def _choose(self, step: int, plan: Plan) -> Program:
-    own = plan.program(self._widest)._replace(has_solo=self._with_solo)
+    own = self._program(plan, None if self._costs.cluster.exchange == 'dense' else self._degrees)
     if own in self.compiled:
       return own
     serving = [program for program in self.compiled if program.serves(plan)]
@@ -57,8 +62,11 @@ class Programs:
       if a_step_s * (self._steps - step + 1) <= self._config.compile_s:
         return best
     if not serving:  # one that will also serve fuller plans, and samples over two ranks
-      own = own._replace(capacity_tokens=self._config.capacity_tokens)
+      own = self._program(plan, self._degrees)._replace(capacity_tokens=self._config.capacity_tokens)
       if own.halo_tokens is not None:
         own = own._replace(halo_hops=max(1, own.halo_hops))
     self.compiled.append(own)
     return own
+
+  def _program(self, plan: Plan, degrees: tuple[int, ...] | None) -> Program:
+    return Program.of_plan(plan, degrees)._replace(has_solo=self._with_solo)

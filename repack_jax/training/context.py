@@ -17,7 +17,8 @@ from repack_jax.ops.attention import AttentionCase, AttentionImpl, choose_attent
 from repack_jax.ops.grouped import choose_grouped
 from repack_jax.parallel.mesh import DOMAIN_AXES
 from repack_jax.plan.arrays import PlanArrays
-from repack_jax.plan.plan import CHILDREN, MOST_HALO_HOPS, Program
+from repack_jax.plan.plan import CHILDREN, MOST_HALO_HOPS
+from repack_jax.plan.program import Program
 from repack_jax.predict.sizes import expert_ranks
 
 MOST_PREFETCHED_LAYERS = 1
@@ -53,7 +54,7 @@ class Implementations:
       'simulated only',
     )  # fmt: skip
     return cls(
-      exchange=choose_exchange(train.exchange, platform),
+      exchange=choose_exchange(run.cluster.exchange, platform),
       attention=choose_attention(train.attention, platform, attention_cases(run)),
       grouped=choose_grouped(train.grouped, platform) if model.num_experts else '',
       expert_ranks=expert_ranks(model, run.cluster),

@@ -11,7 +11,8 @@ from typing import Any
 from repack_jax.config.run import RunConfig
 from repack_jax.data.batches import Batch
 from repack_jax.plan.arrays import NO_TARGET, PlanArrays, pack
-from repack_jax.plan.plan import Plan, Program
+from repack_jax.plan.plan import Plan
+from repack_jax.plan.program import Program
 from repack_jax.predict.cost_model import model_costs
 from repack_jax.solver import Solution, solve
 from repack_jax.solver.programs import Programs

@@ -24,7 +24,8 @@ from repack_jax.config.run import RunConfig
 from repack_jax.parallel.mesh import ALL_AXES, RANK_BLOCKS, REPLICATED, sharding
 from repack_jax.parallel.sharded import reduce_gradients, shard, specs
 from repack_jax.plan.arrays import PlanArrays, Route
-from repack_jax.plan.plan import CHILDREN, PARENTS, Plan, Program
+from repack_jax.plan.plan import CHILDREN, PARENTS, Plan
+from repack_jax.plan.program import Program
 from repack_jax.training.context import Implementations, StepContext
 from repack_jax.training.optimizer import learning_rate_schedule, make_optimizer
 
@@ -175,7 +176,7 @@ class TrainStep:
 
   def program(self, plan: Plan) -> Program:
     """Returns the program that runs a plan; raises PlanError where the run has none that can."""
-    return plan.program(self.run.sp_degrees[-1])
+    return Program.of_plan(plan, self.run.sp_degrees)
 
   def put(self, arrays: PlanArrays) -> PlanArrays:
     """Returns host arrays on the devices, one block a rank."""
