@@ -151,7 +151,8 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
   cluster, node = run.cluster, run.cluster.ranks_per_node
   sizes = parameter_sizes(shards, cluster.nodes, node)
   accumulate, update = (hlo.CompiledProgram(programs[name].as_text()) for name in ('accumulate', 'update'))
-  found = classify(collectives(accumulate), sizes)
+  exchange = step.chosen.exchange
+  found = classify(collectives(accumulate), sizes, exchange)
   program, buffer_rows = step.program(plan), receive_rows(step, plan)
   memory = step.memory_bytes(programs['accumulate'])
   if step.chosen.attention.name == 'cudnn':
@@ -160,10 +161,10 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
     slots = plan.capacity_tokens + max(halo or 0 for halo in halos)
     # As many tokens times heads in a group of any degree.
     memory['cudnn_workspace_bytes'] = cudnn.workspace_bytes(slots, model.num_heads, model.head_dim)
-  in_update = classify(collectives(update), sizes)
+  in_update = classify(collectives(update), sizes, exchange)
   checks = [
-    *exchange_checks(found, run.model, plan, program),
-    *byte_checks(found, run.model, plan, program, buffer_rows),
+    *exchange_checks(found, run.model, plan, program, exchange),
+    *byte_checks(found, run.model, model_costs(cluster, run.model), plan, program, buffer_rows),
     matmul_check(accumulate.matmul_flops(CORES), run.model, plan.capacity_tokens, expert_rows(step, plan)),
     placement_check([[device_place(d) for d in local] for local in step.mesh.devices.reshape(-1, node)]),
     memory_check(memory, cluster.memory_bytes),

@@ -154,6 +154,35 @@ GOOD = [
 ]  # fmt: skip
 
 
+def test_dense_exchanges_by_rule():
+  """An all-to-all a site and degree, of all slots; one too many, or a wider one, is found."""
+  costs = model_costs(ClusterConfig(exchange='dense'), MODEL)
+  assert (OWN.parents_degrees, OWN.children_degrees) == ((16,), (4, 8))
+
+  def dense(layout: str, direction: str, site: str, degree: int) -> Collective:
+    heads = {'dispatch': MODEL.wire.dispatch_heads, 'combine': MODEL.wire.combine_heads}[site](degree)
+    groups = tuple(tuple(range(first, first + degree)) for first in range(0, 16, degree))
+    array = hlo.arrays(f'f32[{degree},{32 * heads},8]{{2,1,0}}')[0]
+    return dataclasses.replace(
+      exchange(layout, direction, site), kind='all-to-all', results=(array,), groups=groups
+    )
+
+  good = [
+    dense(layout, direction, site, degree)
+    for layout in LAYOUTS for direction in ('forward', 'backward') for site in ('dispatch', 'combine')
+    for degree in OWN.degrees(layout) if degree > 1
+  ]  # fmt: skip
+  wide = [dataclasses.replace(one, groups=EVERY) if one.groups == good[-1].groups else one for one in good]
+  for compiled, passed in ((good, True), ([*good, good[-1]], False), (wide, False)):
+    found = rules.classify(compiled, {1}, 'dense')
+    checks = rules.exchange_checks(found, MODEL, PLAN, OWN, 'dense')
+    checks += rules.byte_checks(found, MODEL, costs, PLAN, OWN, ROWS)
+    assert all(check.passed for check in checks) == passed, [c for c in checks if not c.passed]
+  assert checks[0].name == 'two or 4 all-to-all a layer and direction: attention exchange'
+  # Where exchanges are ragged, the same is XLA's rewrite of them.
+  assert {one.purpose for one in rules.classify(good, {1})} == {rules.OTHER}
+
+
 def gathered(text: str, groups: tuple, scope: str = 'jit(f)/while') -> Collective:
   return Collective('all-gather', tuple(hlo.arrays(text)), groups, None, 3, scope)
 
@@ -162,7 +191,7 @@ def failed(collectives: list[Collective], program: Program = OWN) -> set[str]:
   sizes = rules.parameter_sizes([(64, 8)], nodes=2, local=8)
   found = rules.classify(collectives, sizes)
   checks = rules.exchange_checks(found, MODEL, PLAN, program)
-  checks += rules.byte_checks(found, MODEL, PLAN, program, ROWS)
+  checks += rules.byte_checks(found, MODEL, COSTS, PLAN, program, ROWS)
   assert all(check.found and check.remedy for check in checks)
   return {check.name for check in checks if not check.passed}
 

@@ -21,7 +21,7 @@ from repack_jax.parallel.xla_flags import DECOMPOSER
 from repack_jax.plan.plan import CHILDREN, LAYOUTS, Plan
 from repack_jax.plan.program import Program
 from repack_jax.predict import flops
-from repack_jax.predict.costs import halo_peers
+from repack_jax.predict.costs import Costs, halo_peers
 
 ATTENTION, HALO, EXPERTS, PARAMETERS, METADATA, OTHER = (
   'attention exchange', 'halo', 'expert exchange', 'parameters and sums', 'metadata', 'activations otherwise'
@@ -29,7 +29,8 @@ ATTENTION, HALO, EXPERTS, PARAMETERS, METADATA, OTHER = (
 TOLERANCE = 0.05  # of bytes against the plan's
 # Of matrix products against the model's own count; a dense lowering of E experts does E / k times the work.
 MOST_FLOPS_RATIO = 1.15
-RAGGED, SHIFT = 'ragged-all-to-all', 'collective-permute'
+SHIFT = 'collective-permute'
+EXCHANGES = {'ragged': 'ragged-all-to-all', 'dense': 'all-to-all'}  # by `ClusterConfig.exchange`
 CORES = r'attention/(core|solo)'  # the scopes of attention cores, whose work follows the plan
 
 
@@ -59,10 +60,13 @@ class Check:
   remedy: str
 
 
-def classify(collectives: Iterable[Collective], parameter_sizes: Iterable[int]) -> list[Found]:
+def classify(
+  collectives: Iterable[Collective], parameter_sizes: Iterable[int], exchange: str = 'ragged'
+) -> list[Found]:
   """Returns what each collective is for.
 
   Args:
+    exchange: as in `ClusterConfig`.
     parameter_sizes: elements that a parameter, of one layer, has on a rank, on a node's way and whole.
   """
   sizes = np.unique(list(parameter_sizes))
@@ -74,7 +78,7 @@ def classify(collectives: Iterable[Collective], parameter_sizes: Iterable[int]) 
     stray: tuple[Array, ...] = ()
     if all(array.is_integer for array in collective.results):
       purpose = METADATA
-    elif collective.kind == RAGGED:
+    elif collective.kind == EXCHANGES[exchange] and (layout or exchange == 'ragged'):
       purpose = EXPERTS if 'feed_forward' in scope else ATTENTION
     elif collective.kind == SHIFT and 'attention/halo' in scope:
       purpose = HALO
@@ -145,14 +149,19 @@ def spans_nodes(groups: Sequence[Sequence[int]], ranks_per_node: int) -> bool:
 # --- the rules ------------------------------------------------------------------------------------------
 
 
-def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan, program: Program) -> list[Check]:
+def exchange_checks(
+  found: Sequence[Found], model: ModelConfig, plan: Plan, program: Program, exchange: str = 'ragged'
+) -> list[Check]:
   """Returns checks of the exchanges: two a layer and direction, children's inside nodes, none else.
 
-  Of layers by halo instead a shift a hop and direction.
+  Of dense ones two for each SP degree that the program knows; of layers by halo instead a shift a hop and
+  direction.
   """
   checks = []
   for purpose in (ATTENTION, HALO, EXPERTS):
-    each = program.halo_hops if purpose == HALO else 2
+    each_of = dict.fromkeys(LAYOUTS, program.halo_hops if purpose == HALO else 2)
+    if purpose == ATTENTION and exchange == 'dense':
+      each_of = {layout: 2 * sum(degree > 1 for degree in program.degrees(layout)) for layout in LAYOUTS}
     repeats = model.expert_round_trips if purpose == EXPERTS else (1, 1)
     layers_of = {layout: _layers(model, layout, purpose, program) for layout in LAYOUTS}
     times: dict[tuple[str, str], int] = defaultdict(int)
@@ -160,9 +169,9 @@ def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan, prog
       if one.purpose == purpose:
         times[one.layout, one.direction] += one.collective.times
     expected = {
-      (layout, direction): each * times * layers
+      (layout, direction): each_of[layout] * times * layers
       for layout, layers in layers_of.items()
-      for direction, times in zip(('forward', 'backward'), repeats, strict=True) if each * layers
+      for direction, times in zip(('forward', 'backward'), repeats, strict=True) if each_of[layout] * layers
     }  # fmt: skip
     if not times and (purpose == EXPERTS or not expected):
       continue
@@ -170,7 +179,8 @@ def exchange_checks(found: Sequence[Found], model: ModelConfig, plan: Plan, prog
       f'{layout or "outside layers"} {direction} {n} of {expected.get((layout, direction), 0)}'
       for (layout, direction), n in sorted(times.items())
     )
-    what = f'{each} {SHIFT}' if purpose == HALO else f'two {RAGGED}'
+    each = ' or '.join('two' if n == 2 else str(n) for n in dict.fromkeys(each_of.values()))
+    what = f'{each} {SHIFT if purpose == HALO else EXCHANGES[exchange]}'
     checks.append(Check(
       f'{what} a layer and direction: {purpose}', dict(times) == expected, text or 'none',
       'the compiler changed the exchange, or remat repeats it: see the table',
@@ -245,6 +255,7 @@ def halo_bytes(plan: Plan, model: ModelConfig, program: Program) -> Moved:
 def byte_checks(
   found: Sequence[Found],
   model: ModelConfig,
+  costs: Costs,
   plan: Plan,
   program: Program,
   buffer_rows: dict[tuple[str, str], int],
@@ -252,19 +263,28 @@ def byte_checks(
   """Returns checks that the bytes which the compiled operations move are the plan's.
 
   A ragged all-to-all moves the rows that its sizes say, of the length that the layout gives them; any other
-  collective moves all of its arrays, a halo's from each rank that sends one.
+  collective moves all of its arrays, a halo's from each rank that sends one. What dense exchanges move is the
+  program's.
 
   Args:
     buffer_rows: rows of the buffer that each (layout, site) receives into: it tells the sites apart.
   """
-  own = plan_bytes(plan, model)
+  own, dense = plan_bytes(plan, model), costs.cluster.exchange == 'dense'
   wanted = np.array(halo_bytes(plan, model, program))
-  for (layout, _), bytes_moved in own.items():
-    wanted += 2 * _layers(model, layout, ATTENTION, program) * np.array(bytes_moved)
+  for layout in LAYOUTS:
+    of_layer = sum(np.array(moved) for (of, _), moved in own.items() if of == layout)
+    if dense:
+      ranks = np.ones(plan.num_ranks, np.int64)
+      near, across = (sent.sum() for sent in costs.exchange_bytes(program, layout, ranks, ranks))
+      of_layer = np.array([near + across, across])
+    wanted += 2 * _layers(model, layout, ATTENTION, program) * of_layer
   compiled = np.zeros(2)
   padded = set()
   for one in found:
-    if one.purpose == ATTENTION and one.layout:
+    if one.purpose == ATTENTION and dense:
+      for array in one.collective.results:
+        compiled += one.collective.times * np.array(_moved(one.collective, array, plan))
+    elif one.purpose == ATTENTION and one.layout:
       (array, *_) = one.collective.results
       held, taken = array.row_bytes
       # Backward, the combine's buffer is the dispatch's and the other way round.
