@@ -59,7 +59,10 @@ def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfi
   itemsize = DTYPE_BYTES[model.compute_dtype]
   tokens = planner.capacity_tokens
   wire = model.wire
-  widest = allowed_sp_degrees(cluster, wire, planner)[-1]
+  degrees = allowed_sp_degrees(cluster, wire, planner)
+  widest = degrees[-1]
+  # What is sent and what arrives; dense exchanges receive at each degree.
+  buffers = 1 + (len(degrees) - 1 if cluster.exchange == 'dense' else 1)
   # Elements that a token has: before dispatch, behind it with all peers, and in the core's result.
   operands, result = sum(wire.operand_heads) * wire.head_dim, wire.result_heads * wire.head_dim
   rows = wire.dispatch_heads(widest) * widest * wire.head_dim
@@ -101,7 +104,7 @@ def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfi
     'gathered_weights_bytes': (held * gathered + table) * itemsize,
     'whole_gradients_bytes': (gathered + table) * GRADIENT_BYTES,
     'activations_bytes': kept * tokens * itemsize,
-    'exchange_buffers_bytes': 2 * max(rows, received) * tokens * itemsize,
+    'exchange_buffers_bytes': max(buffers * rows, 2 * received) * tokens * itemsize,
     'logits_bytes': 3 * 4 * tokens * min(model.loss_vocab_chunk, model.vocab_size),
   }
 
