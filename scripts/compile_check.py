@@ -32,9 +32,11 @@ from repack_jax.compile_check.rules import (
   byte_checks,
   classify,
   exchange_checks,
+  exposed,
   fits,
   matmul_check,
   memory_check,
+  overlap_check,
   parameter_sizes,
   placement_check,
   table,
@@ -166,11 +168,13 @@ def examine(run: RunConfig, plan: Plan, step: Any, programs: dict[str, Any]) -> 
     *exchange_checks(found, run.model, plan, program, exchange),
     *byte_checks(found, run.model, model_costs(cluster, run.model), plan, program, buffer_rows),
     matmul_check(accumulate.matmul_flops(CORES), run.model, plan.capacity_tokens, expert_rows(step, plan)),
+    *([overlap_check(found)] if cluster.prefetch_layers else []),
     placement_check([[device_place(d) for d in local] for local in step.mesh.devices.reshape(-1, node)]),
     memory_check(memory, cluster.memory_bytes),
   ]
   return {
     'rows': table(found, node),
+    'exposed_bytes': exposed(found),
     'update_rows': table(in_update, node),
     'memory': memory,
     'checks': checks,
@@ -260,6 +264,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     'collectives of a micro-batch, forward and backward; buffers of all times together', found['rows']
   )
   print_table('collectives of the update', found['update_rows'])
+  shown = (
+    f'{purpose} {shown / 1e6:,.1f} of {total / 1e6:,.1f} MB'
+    for purpose, (shown, total) in found['exposed_bytes'].items()
+  )
+  print(f'\nnot hidden by products or kernels: {"; ".join(shown)}')
   print('\nmemory of a device, bytes')
   for name, size in found['memory'].items():
     print(f'  {name.removesuffix("_bytes"):<28}{size:>18,}')

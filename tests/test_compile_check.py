@@ -42,6 +42,20 @@ def test_tiny_step_for_a_tpu(tpu_check):
   }  # fmt: skip
 
 
+@pytest.mark.long
+@pytest.mark.skipif(
+  (sys.platform, platform.machine()) != ('linux', 'x86_64'), reason='libtpu is made for Linux on x86 alone'
+)
+def test_tiny_step_for_a_tpu_with_parameters_ahead():
+  """The step tells the compiler to use the SparseCores, by default all would be in line; all rules hold."""
+  process = checked(
+    '--config', TINY, '--topology', 'v5p:2x2x4', '--set', 'ClusterConfig.prefetch_layers=1'
+  )  # fmt: skip
+  assert process.returncode == 0, process.stdout + process.stderr
+  assert 'xla_tpu_enable_sparse_core_collective_offload_all_gather=true' in process.stdout
+  assert 'ok      what is gathered ahead begins ahead: 0.0 MB of ' in process.stdout
+
+
 @pytest.mark.parametrize('args,expected', [
   (('--config', TINY, '--topology', 'v4:2x2x1'), 'error: --topology v4:2x2x1: unknown; say one like v5p:'),
   (('--config', 'nowhere.gin', '--topology', 'v5p:2x4x4'), 'error: nowhere.gin: no such config file; '),

@@ -215,6 +215,22 @@ def test_a_good_step_breaks_no_rule():
   ]  # fmt: skip
 
 
+def test_what_is_gathered_ahead_has_to_begin_ahead():
+  """Where nothing but its own start and done stands between, it does; exposed is all that nothing hides."""
+  idle, hiding = Shadow(0, 0), Shadow(5, 0)
+  one = dataclasses.replace(gathered('f32[64,64]', EVERY), shadow=hiding)  # 3 times 16,384 bytes
+  cases = (([one] * 9, True, 0), ([one] * 9 + [dataclasses.replace(one, shadow=idle)], True, 1),
+           ([one] * 8 + [dataclasses.replace(one, shadow=None)] * 2, False, 2))  # fmt: skip
+  for ahead, passed, count in cases:
+    found = rules.classify(ahead + GOOD, {64 * 64})
+    assert rules.overlap_check(found).passed == passed
+    shown, total = rules.exposed(found)[rules.PARAMETERS]
+    assert (shown, total) == (count * 3 * 16384, len(ahead) * 3 * 16384)
+    moved, all_moved = rules.exposed(found)[rules.ATTENTION]  # in line
+    assert moved == all_moved == 4 * sum(COSTS.layers_in(layout) * (
+      ROWS[layout, 'dispatch'] + ROWS[layout, 'combine']) * 128 for layout in LAYOUTS) * 2  # fmt: skip
+
+
 @pytest.mark.parametrize('change,broken', [
   (lambda good: good[1:], {COUNT, MOVED, ACROSS}),
   (lambda good: [*good, good[4]], {COUNT, MOVED}),  # remat that repeats a children's exchange

@@ -40,6 +40,10 @@ _KERNEL = re.compile(
 )
 
 
+# How a collective runs: in line, beside nothing for the matrix units, or beside products or kernels.
+IN_LINE, IDLE, HIDDEN = 'no', 'idle', 'hidden'
+
+
 class Shadow(NamedTuple):
   """What runs between the start and the done of a collective, each time.
 
@@ -78,8 +82,13 @@ class Collective:
 
   @property
   def overlap(self) -> str:
-    """Returns `no`, `idle` (nothing for the matrix units runs beside it) or `hidden`."""
-    return 'no' if self.shadow is None else 'hidden' if self.shadow.hides else 'idle'
+    """Returns `IN_LINE`, `IDLE` or `HIDDEN`."""
+    return IN_LINE if self.shadow is None else HIDDEN if self.shadow.hides else IDLE
+
+  @property
+  def result_bytes(self) -> int:
+    """Returns the bytes of the arrays that it gives on a device, of all executions."""
+    return self.times * sum(array.elements * array.item_bytes for array in self.results)
 
 
 def collectives(program: CompiledProgram) -> list[Collective]:

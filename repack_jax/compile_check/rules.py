@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from repack_jax.compile_check.collectives import Collective
+from repack_jax.compile_check.collectives import HIDDEN, IN_LINE, Collective
 from repack_jax.compile_check.hlo import Array
 from repack_jax.config.model import ModelConfig
 from repack_jax.exchange import reference
@@ -27,6 +27,7 @@ ATTENTION, HALO, EXPERTS, PARAMETERS, METADATA, OTHER = (
   'attention exchange', 'halo', 'expert exchange', 'parameters and sums', 'metadata', 'activations otherwise'
 )  # fmt: skip
 TOLERANCE = 0.05  # of bytes against the plan's
+MOST_IN_LINE = 0.1  # of parameters' bytes, where they are gathered ahead
 # Of matrix products against the model's own count; a dense lowering of E experts does E / k times the work.
 MOST_FLOPS_RATIO = 1.15
 SHIFT = 'collective-permute'
@@ -132,14 +133,39 @@ def table(found: Sequence[Found], ranks_per_node: int) -> list[dict[str, object]
       },
     )
     row['times'] += one.collective.times  # type: ignore[operator]
-    row['buffer_bytes'] += one.collective.times * sum(  # type: ignore[operator]
-      array.elements * array.item_bytes for array in one.collective.results
-    )
+    row['buffer_bytes'] += one.collective.result_bytes  # type: ignore[operator]
   order = {purpose: i for i, purpose in enumerate((ATTENTION, HALO, EXPERTS, OTHER, PARAMETERS, METADATA))}
   return sorted(
     rows.values(),
     key=lambda r: (order[str(r['purpose'])], str(r['layer']), str(r['direction']) == 'backward'),
   )
+
+
+def exposed(found: Sequence[Found]) -> dict[str, tuple[int, int]]:
+  """Returns by purpose the bytes that no products or kernels hide, and all bytes, of a device.
+
+  Of the arrays that collectives give, all executions.
+  """
+  bytes_of: dict[str, tuple[int, int]] = {}
+  for one in found:
+    if one.purpose != METADATA:
+      size, (shown, total) = one.collective.result_bytes, bytes_of.get(one.purpose, (0, 0))
+      bytes_of[one.purpose] = shown + size * (one.collective.overlap != HIDDEN), total + size
+  return bytes_of
+
+
+def overlap_check(found: Sequence[Found]) -> Check:
+  """Returns the check that what is gathered ahead, or reduced behind, begins before it is needed."""
+  of_parameters = (one.collective for one in found if one.purpose == PARAMETERS)
+  moved = [one for one in of_parameters if one.kind in ('all-gather', 'reduce-scatter')]
+  total = sum(one.result_bytes for one in moved)
+  in_line = sum(one.result_bytes for one in moved if one.overlap == IN_LINE)
+  return Check(
+    'what is gathered ahead begins ahead', in_line <= MOST_IN_LINE * total,
+    f'{in_line / 1e6:,.1f} MB of {total / 1e6:,.1f} MB of parameters and gradients are in line',
+    'the compiler makes synchronous collectives of them: see docs/hardware.md for flags, or set '
+    'ClusterConfig.prefetch_layers = 0, which plans for that',
+  )  # fmt: skip
 
 
 def spans_nodes(groups: Sequence[Sequence[int]], ranks_per_node: int) -> bool:

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from repack_jax.config.run import RunConfig
 from repack_jax.parallel.mesh import ALL_AXES, RANK_BLOCKS, REPLICATED, sharding
 from repack_jax.parallel.sharded import reduce_gradients, shard, specs
+from repack_jax.parallel.xla_flags import compiler_options
 from repack_jax.plan.arrays import PlanArrays, Route
 from repack_jax.plan.plan import CHILDREN, PARENTS, Plan
 from repack_jax.plan.program import Program
@@ -129,6 +130,7 @@ class TrainStep:
       static_argnames=('program',),
       donate_argnames=('sums',),
       out_shardings=self._sums_shardings,
+      compiler_options=compiler_options(mesh.devices.flat[0].device_kind, run.cluster.prefetch_layers),
     )
     self._update = jax.jit(
       self._traced_update,
