@@ -196,6 +196,20 @@ def test_halo_by_hand():
   assert step.sent["children's exchange"][1].tolist() == [0, 2 * sent_bytes, 0, 0]
 
 
+def test_queries_of_a_halo_by_hand():
+  """A rank that begins inside a sample computes as many queries ahead of its own as the sample has."""
+  plans = costs_of((1, 1, 4), WINDOWS), costs_of((1, 1, 4), WINDOWS, halo_queries=True)
+  groups = [Group(0, 4, (0, 1, 2))]
+  cores = []
+  for costs in plans:
+    plan = plan_of([7, 4, 1], groups, groups, costs.cluster).with_halo(2)
+    assert plan.shared_tokens.tolist() == [3, 3, 3, 3]
+    cores.append(plan_times(plan, costs).core(costs.layers[0]).group_s)
+  # Ranks begin 0, 3 and 6 tokens into the first sample and 2 into the second: at most two queries each.
+  more_s = cores_s(costs, 2)[CHILDREN]
+  assert cores[1] - cores[0] == pytest.approx([0, more_s, more_s, more_s])
+
+
 def test_a_halo_has_hops_of_its_program():
   """Ranks of two tokens and windows of eight: four hops; a rank waits for those as far away as that."""
   costs = costs_of((1, 1, 8), WINDOWS.with_kind(SlidingWindowAttention(window_tokens=8)))

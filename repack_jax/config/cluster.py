@@ -44,6 +44,8 @@ class ClusterConfig:
     exchange_meets: who waits for whom at either site of a ragged exchange, and is addressed: `span`, all
       ranks that the program's exchange spans (a node's, or the domain's), or `group`, those of the SP group
       alone.
+    halo_queries: attention cores by halo work on the halo's queries too and drop what they give, as cuDNN's
+      do, whose calls have as many queries as keys.
     prefetch_layers: the program gathers parameters this many layers ahead of their use and reduces gradients
       as many behind, so that ranks may be as many layers apart; 0 where they meet at each layer. The training
       step here can do 0 and 1.
@@ -72,6 +74,7 @@ class ClusterConfig:
   peer_latency_s: float = 0.0
   exchange: str = 'ragged'
   exchange_meets: str = 'span'
+  halo_queries: bool = False
   prefetch_layers: int = 0
   share_inter_node_link: bool = True
   memory_bytes: float = 0.0

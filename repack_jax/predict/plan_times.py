@@ -197,11 +197,14 @@ def _by_halo(plan: Plan, costs: Costs, program: Program, times: LayoutTimes) -> 
     sent = Traffic(sent_near * float(one_bytes), sent_across * float(one_bytes))
     return Halo(program.halo_hops, program.span(CHILDREN), latency_s + seconds, sent)
 
-  needed = {layer.halo_tokens for layer in costs.sorts if layer.layout == CHILDREN}
+  of_layout = [layer for layer in costs.sorts if layer.layout == CHILDREN]
+  needed = {layer.halo_tokens for layer in of_layout}
+  queries = {layer.attention_s: (layer.halo_tokens or 0) * cluster.halo_queries for layer in of_layout}
   return dataclasses.replace(
     times,
     cores={
-      attention_s: Core(_share_s(plan, attention_s), core.solo_s) for attention_s, core in times.cores.items()
+      attention_s: Core(_share_s(plan, attention_s, queries[attention_s]), core.solo_s)
+      for attention_s, core in times.cores.items()
     },
     crosses=across > 0,
     dispatch_s=zeros,
@@ -211,11 +214,15 @@ def _by_halo(plan: Plan, costs: Costs, program: Program, times: LayoutTimes) -> 
   )
 
 
-def _share_s(plan: Plan, attention_s: OfLengths) -> np.ndarray:
+def _share_s(plan: Plan, attention_s: OfLengths, halo_queries: int) -> np.ndarray:
   """Seconds of the attention core of what each rank holds of its child's stream, float64 [num_ranks].
 
   What queries do depends on their place in their sample: a run of it takes what it takes up to the run's end,
   less what it takes up to the run's start.
+
+  Args:
+    halo_queries: of the tokens ahead of a rank's own, how many queries are computed as well, at most. They
+      see none before them, and so take what a sample of their own would.
   """
   samples, _ = plan.members[CHILDREN]
   if not len(samples):
@@ -227,7 +234,9 @@ def _share_s(plan: Plan, attention_s: OfLengths) -> np.ndarray:
   into = edges - (ends - lengths)[sample]
   before_s = np.concatenate([[0.0], whole_s[:-1]])[sample]
   until_s = before_s + np.where(into > 0, attention_s(np.maximum(into, 1)), 0.0)
-  return np.maximum(np.diff(until_s), 0.0)
+  own_s = np.maximum(np.diff(until_s), 0.0)
+  ahead = np.where(plan.shared_tokens > 0, np.minimum(into[:-1], halo_queries), 0)
+  return own_s + np.where(ahead > 0, attention_s(np.maximum(ahead, 1)), 0.0)
 
 
 def _layout_times(plan: Plan, costs: Costs, program: Program, layout: str, shared: np.ndarray) -> LayoutTimes:

@@ -332,6 +332,9 @@ def _by_halo(problem: Problem, costs: Costs) -> Problem:
   cluster = costs.cluster
   halo_bytes = min(costs.halo_tokens, problem.capacity) * costs.wire.halo_bytes
   both_s = 2 * float(link_s(cluster, halo_bytes, halo_bytes * (cluster.nodes > 1), cluster.nodes > 1))
+  if cluster.halo_queries:
+    queries = np.array([costs.halo_tokens])
+    both_s += (1 + costs.attention_backward) * float(costs.attention_s(queries, CHILDREN)[0])
   return problem._replace(by_halo=True, halo_s=both_s)
 
 
