@@ -215,6 +215,14 @@ def test_a_good_step_breaks_no_rule():
   ]  # fmt: skip
 
 
+def test_a_layout_of_lone_ranks_exchanges_nothing():
+  of_parents = [one for one in GOOD if f'{PARENTS}_layer' in one.scope]
+  lone = OWN._replace(children_degrees=(1,))
+  for compiled, names in ((of_parents, set()), (GOOD, {COUNT})):
+    checks = rules.exchange_checks(rules.classify(compiled, {1}), MODEL, PLAN, lone)
+    assert {check.name for check in checks if not check.passed} == names
+
+
 def test_what_is_gathered_ahead_has_to_begin_ahead():
   """Where nothing but its own start and done stands between, it does; exposed is all that nothing hides."""
   idle, hiding = Shadow(0, 0), Shadow(5, 0)
