@@ -12,6 +12,7 @@ off until they are needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -54,78 +55,98 @@ def run_prefetched(
   Returns:
     (x, sums, counts), the last two with leading axes [repeats, layers].
   """
-  repeats, starts = jax.tree.leaves(shards[0])[0].shape[0], np.cumsum(runs)[:-1]
-  at = _Places(tuple(runs), repeats)
+  repeats = jax.tree.leaves(shards[0])[0].shape[0]
+  stack = _Stack(tuple(layers), tuple(runs), tuple(placed), dtype, repeats)
+  run = jax.custom_vjp(lambda *arguments: stack.forward(*arguments)[0])
+  run.defvjp(stack.forward, stack.backward)
+  return run(x, list(shards), own, shared)
 
-  def gather(x: jax.Array, mine: Tree, run: int) -> tuple[jax.Array, Tree]:
+
+@dataclass(frozen=True)
+class _Stack:
+  """Both passes of a stretch of layers; arguments as in `run_prefetched`."""
+
+  layers: tuple[LayerFunction, ...]
+  runs: tuple[int, ...]
+  placed: tuple[Tree, ...]
+  dtype: jnp.dtype
+  repeats: int
+
+  @property
+  def _at(self) -> _Places:
+    return _Places(self.runs, self.repeats)
+
+  def _gather(self, x: jax.Array, mine: Tree, run: int) -> tuple[jax.Array, Tree]:
     """(x, a layer's weights), which are not gathered before there is x."""
     x, mine = lax.optimization_barrier((x, mine))
-    return x, gather_parameters(mine, placed[run], dtype)
+    return x, gather_parameters(mine, self.placed[run], self.dtype)
 
-  def forward(x: jax.Array, shards: Sequence[Tree], own: Tree, shared: Tree) -> tuple[Any, Any]:
+  def _reduce(self, grads: Tree, run: int) -> Tree:
+    return reduce_parameters(grads, self.placed[run], self.dtype)
+
+  def _of_run(self, tree: Tree, run: int) -> Tree:
+    """What is a run's of trees with a leading axis of layers."""
+    return jax.tree.map(lambda leaf: jnp.split(leaf, np.cumsum(self.runs)[:-1])[run], tree)
+
+  def forward(self, x: jax.Array, shards: Sequence[Tree], own: Tree, shared: Tree) -> tuple[Any, Any]:
+    """Returns ((x, sums, counts), what `backward` needs)."""
+
     def repeat(carry: Any, xs: tuple[jax.Array, Tree]) -> tuple[Any, Any]:
       number, of_layers = xs
       kept, outputs = [], []
-      for run, layer in enumerate(layers):
+      for run, layer in enumerate(self.layers):
 
         def turn(carry: Any, xs: tuple[jax.Array, Tree], run: int = run, layer: LayerFunction = layer) -> Any:
           x, weights = carry
           i, mine = xs
-          x, gathered = gather(x, at.after(shards, run, number, i), run)
+          x, gathered = self._gather(x, self._at.after(shards, run, number, i), run)
           pull: Any
           (x, sums), pull, counts = jax.vjp(layer, weights, x, mine, shared, has_aux=True)
           pull.args_res[0] = pull.args_res[2] = pull.args_res[3] = None  # the backward pass has them
           return lax.optimization_barrier((x, gathered)), (pull, (sums, counts))
 
         carry, (pulls, of_run) = lax.scan(
-          turn, carry, (jnp.arange(runs[run]), _of_run(of_layers, starts, run))
+          turn, carry, (jnp.arange(self.runs[run]), self._of_run(of_layers, run))
         )
         kept.append(pulls)
         outputs.append(of_run)
       return carry, (kept, jax.tree.map(lambda *parts: jnp.concatenate(parts), *outputs))
 
-    x, first = gather(x, jax.tree.map(lambda leaf: leaf[0, 0], shards[0]), 0)
-    (x, _), (kept, (sums, counts)) = lax.scan(repeat, (x, first), (jnp.arange(repeats), own))
+    x, first = self._gather(x, jax.tree.map(lambda leaf: leaf[0, 0], shards[0]), 0)
+    (x, _), (kept, (sums, counts)) = lax.scan(repeat, (x, first), (jnp.arange(self.repeats), own))
     return (x, sums, counts), (kept, shards, own, shared)
 
-  def backward(residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+  def backward(self, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Returns the gradients of x and of the shards; none of what is the layers' own or shared."""
     kept, shards, own, shared = residuals
     dx, dsums, _ = cotangents
 
     def repeat(carry: Any, xs: tuple[Any, ...]) -> tuple[Any, None]:
       number, kept, of_layers, of_sums = xs
-      for run in reversed(range(len(layers))):
+      for run in reversed(range(len(self.layers))):
 
         def turn(carry: Any, xs: tuple[Any, ...], run: int = run) -> tuple[Any, None]:
           dx, weights, behind, grads = carry
           i, pull, mine, sums = xs
-          dx, gathered = gather(dx, at.before(shards, run, number, i), run)
-          grads = at.put_after(grads, reduce_parameters(behind, placed[run], dtype), run, number, i)
+          dx, gathered = self._gather(dx, self._at.before(shards, run, number, i), run)
+          grads = self._at.put_after(grads, self._reduce(behind, run), run, number, i)
           pull.args_res[0], pull.args_res[2], pull.args_res[3] = weights, mine, shared
           behind, dx, _, _ = pull((dx, sums))
           return lax.optimization_barrier((dx, gathered, behind, grads)), None
 
-        of_run = (_of_run(tree, starts, run) for tree in (of_layers, of_sums))
-        carry, _ = lax.scan(turn, carry, (jnp.arange(runs[run]), kept[run], *of_run), reverse=True)
+        of_run = (self._of_run(tree, run) for tree in (of_layers, of_sums))
+        carry, _ = lax.scan(turn, carry, (jnp.arange(self.runs[run]), kept[run], *of_run), reverse=True)
       return carry, None
 
-    last = len(layers) - 1
-    dx, weights = gather(dx, jax.tree.map(lambda leaf: leaf[-1, -1], shards[last]), last)
+    last = len(self.layers) - 1
+    dx, weights = self._gather(dx, jax.tree.map(lambda leaf: leaf[-1, -1], shards[last]), last)
     zeros = [jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), of_run) for of_run in shards]
     carry = dx, weights, jax.tree.map(jnp.zeros_like, weights), zeros
-    (dx, _, behind, grads), _ = lax.scan(repeat, carry, (jnp.arange(repeats), kept, own, dsums), reverse=True)
-    first = reduce_parameters(behind, placed[0], dtype)
+    of_repeats = jnp.arange(self.repeats), kept, own, dsums
+    (dx, _, behind, grads), _ = lax.scan(repeat, carry, of_repeats, reverse=True)
+    first = self._reduce(behind, 0)
     grads[0] = jax.tree.map(lambda to, grad: to.at[0, 0].set(grad), grads[0], first)
     return dx, grads, None, None
-
-  run = jax.custom_vjp(lambda *arguments: forward(*arguments)[0])
-  run.defvjp(forward, backward)
-  return run(x, list(shards), own, shared)
-
-
-def _of_run(tree: Tree, starts: np.ndarray, run: int) -> Tree:
-  """What is a run's of trees with a leading axis of layers."""
-  return jax.tree.map(lambda leaf: jnp.split(leaf, starts)[run], tree)
 
 
 class _Places:
