@@ -47,7 +47,7 @@ def test_summary_by_hand():
   records = [
     record(1, cross_node_bytes=46, loss_disabled=4.5),
     record(
-      2, cross_node_bytes=74, children={'1': 4}, widest_parent=32, dropped_assignments=7, loss_disabled=3.0
+      2, cross_node_bytes=74, children={'1': 4}, widest_parent=32, dropped_assignments=7.0, loss_disabled=3.0
     ),
   ]
   assert summary(records, counts).splitlines() == [

@@ -163,7 +163,7 @@ def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
     *_compared(records),
     ('tokens trained', f'{tokens:,} ({epochs:.2f} epochs)'),
     ('documents', f'{data_counts["documents"]:,} in the source: {fates}'),
-    ('expert assignments', f'{dropped} dropped'),
+    ('expert assignments', f'{dropped:,.0f} dropped'),
     ('compiles', f'{last["compiles"]} of the forward and backward program'),
     ('widest parent', f'SP{max(record["widest_parent"] for record in records)}'),
     ('children', f'{histogram}; {solo:.0%} of tokens in none, on single ranks'),
