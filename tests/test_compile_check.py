@@ -11,15 +11,18 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = str(ROOT / 'configs/tiny_cpu.gin')
 
 
+where_libtpu_is = pytest.mark.skipif(
+  (sys.platform, platform.machine()) != ('linux', 'x86_64'), reason='libtpu is made for Linux on x86 alone'
+)
+
+
 def checked(*args: str) -> subprocess.CompletedProcess:
   command = [sys.executable, str(ROOT / 'scripts/compile_check.py'), *args]
   return subprocess.run(command, capture_output=True, text=True, timeout=1200)
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-  (sys.platform, platform.machine()) != ('linux', 'x86_64'), reason='libtpu is made for Linux on x86 alone'
-)
+@where_libtpu_is
 def test_tiny_step_for_a_tpu(tpu_check):
   """Wide parents with local children, experts spread over nodes, the Pallas kernels: all rules hold."""
   printed, found = tpu_check
@@ -43,9 +46,7 @@ def test_tiny_step_for_a_tpu(tpu_check):
 
 
 @pytest.mark.long
-@pytest.mark.skipif(
-  (sys.platform, platform.machine()) != ('linux', 'x86_64'), reason='libtpu is made for Linux on x86 alone'
-)
+@where_libtpu_is
 def test_tiny_step_for_a_tpu_with_parameters_ahead():
   """The step tells the compiler to use the SparseCores, by default all would be in line; all rules hold."""
   process = checked(

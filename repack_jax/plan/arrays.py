@@ -88,8 +88,8 @@ def route_arrays(plan: Plan, layout: str, program: Program) -> Route:
       counts[members, : group.size] = placement.slots[members]
       branch[members], first[members] = program.degrees(layout).index(group.size), group.first_rank
   for child in plan.children:
-    start = placement.first_rank[child.first_rank]
-    members = slice(start, start + placement.size[child.first_rank])
+    begin = placement.first_rank[child.first_rank]
+    members = slice(begin, begin + placement.size[child.first_rank])
     stream = np.repeat(child.samples, [plan.lengths[s] for s in child.samples])
     start = placement.stream_start[child.first_rank]
     segments[members, start : start + len(stream)] = stream

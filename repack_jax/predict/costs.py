@@ -176,13 +176,7 @@ class Costs:
 
   def exchange_s(self, degree: int) -> float:
     """Returns seconds per token of a rank in a balanced group: both exchanges of a layer, without latency."""
-    cluster = self.cluster
-    in_node = min(degree, cluster.ranks_per_node)
-    sent = float(self.wire.bytes_per_peer(degree))
-    return max(
-      (in_node - 1) * sent / cluster.intra_node_bytes_per_s,
-      (degree - in_node) * sent / cluster.inter_node_bytes_per_s,
-    )
+    return self._peers_s(degree, float(self.wire.bytes_per_peer(degree)))
 
   def dense_site_s(self, degree: int, heads: int) -> float:
     """Returns seconds of the all-to-all of one SP degree in a site of a dense exchange, latency included.
@@ -190,11 +184,16 @@ class Costs:
     Args:
       heads: that a rank sends to each of its group: its slots times heads of each.
     """
-    cluster, sent = self.cluster, heads * self.wire.head_dim * self.wire.itemsize
-    local = min(degree, cluster.ranks_per_node)
-    return float(self.site_latency_s(degree)) + max(
-      (local - 1) * sent / cluster.intra_node_bytes_per_s,
-      (degree - local) * sent / cluster.inter_node_bytes_per_s,
+    sent = heads * self.wire.head_dim * self.wire.itemsize
+    return float(self.site_latency_s(degree)) + self._peers_s(degree, sent)
+
+  def _peers_s(self, degree: int, peer_bytes: float) -> float:
+    """Seconds in which a rank sends so many bytes to each other one of its group, without latency."""
+    cluster = self.cluster
+    in_node = min(degree, cluster.ranks_per_node)
+    return max(
+      (in_node - 1) * peer_bytes / cluster.intra_node_bytes_per_s,
+      (degree - in_node) * peer_bytes / cluster.inter_node_bytes_per_s,
     )
 
   def site_latency_s(self, ranks: np.ndarray | int) -> np.ndarray:

@@ -306,10 +306,9 @@ def _ragged_s(
 def _dense_s(costs: Costs, program: Program, layout: str) -> tuple[float, float]:
   """Seconds of dispatch and of combine, the same on all ranks: of each degree that the program knows."""
   wire, slots = costs.wire, program.capacity_tokens
-  degrees = [degree for degree in program.degrees(layout) if degree > 1]
 
   def site_s(heads_of: Callable[[int], int]) -> float:
-    return sum(costs.dense_site_s(degree, slots * heads_of(degree)) for degree in degrees)
+    return sum(costs.dense_site_s(degree, slots * heads_of(degree)) for degree in program.degrees(layout))
 
   return site_s(wire.dispatch_heads), site_s(wire.combine_heads)
 

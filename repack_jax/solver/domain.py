@@ -273,7 +273,7 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
   )
   # A ragged exchange takes seconds by what a group exchanges in it, a dense one by its degree alone.
   dense = cluster.exchange == 'dense'
-  ragged_bytes = 0.0 if dense else peer_bytes
+  ragged_bytes = np.zeros(len(degrees)) if dense else peer_bytes
   latency_s, span_latency_s = np.zeros(len(degrees)), np.zeros(2)
   if not cluster.span_meets:
     latency_s = 4 * costs.site_latency_s(degrees)
@@ -294,8 +294,8 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
     node_of=np.arange(cluster.domain_ranks) // cluster.ranks_per_node,
     capacity=float(capacity_tokens),
     solo_slack=0.0,
-    intra_s=ragged_bytes / cluster.intra_node_bytes_per_s + np.zeros(len(degrees)),
-    inter_s=ragged_bytes / cluster.inter_node_bytes_per_s + np.zeros(len(degrees)),
+    intra_s=ragged_bytes / cluster.intra_node_bytes_per_s,
+    inter_s=ragged_bytes / cluster.inter_node_bytes_per_s,
     latency_s=latency_s,
     span_latency_s=span_latency_s,
     dense_s=_dense_s(capacity_tokens, shared, costs) if dense else np.zeros(len(degrees)),
@@ -316,14 +316,8 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
 def _dense_s(capacity_tokens: int, degrees: np.ndarray, costs: Costs) -> np.ndarray:
   """Seconds that each SP degree adds to a layer with dense exchanges, both passes, float64 [degrees]."""
   sites = costs.wire.dispatch_heads, costs.wire.combine_heads
-  return np.array(
-    [
-      2 * sum(costs.dense_site_s(degree, capacity_tokens * heads_of(degree)) for heads_of in sites)
-      if degree > 1
-      else 0.0
-      for degree in degrees.tolist()
-    ]
-  )
+  site_s = [[costs.dense_site_s(p, capacity_tokens * of(p)) for p in degrees.tolist()] for of in sites]
+  return 2 * np.sum(site_s, axis=0)
 
 
 def _by_halo(problem: Problem, costs: Costs) -> Problem:
