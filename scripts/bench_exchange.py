@@ -83,7 +83,7 @@ def programs(ex: collectives.Exchange, device_mesh: jax.sharding.Mesh, route: ar
       'payload': payload(wire.dispatch_heads),
     },
     'combine': {
-      'exchange': compiled(lambda rows, route: collectives.combine(ex, rows, route), rows, route),
+      'exchange': compiled(lambda rows, route: collectives.combine(ex, (rows,), route), rows, route),
       'plain': plain(wire.combine_heads),
       'payload': payload(wire.combine_heads),
     },

@@ -28,6 +28,7 @@ from repack_jax.compile_check import hlo, topology
 from repack_jax.compile_check.collectives import collectives
 from repack_jax.compile_check.rules import (
   CORES,
+  SITES,
   Check,
   byte_checks,
   classify,
@@ -167,7 +168,7 @@ def examine(
     memory['cudnn_workspace_bytes'] = cudnn.workspace_bytes(slots, model.num_heads, model.head_dim)
   in_update = classify(collectives(update), sizes, exchange)
   checks = [
-    *exchange_checks(found, run.model, plan, program, exchange),
+    *exchange_checks(found, run.model, plan, program, cluster),
     *byte_checks(found, run.model, model_costs(cluster, run.model), plan, program, buffer_rows),
     matmul_check(accumulate.matmul_flops(CORES), run.model, plan.capacity_tokens, expert_rows(step, plan)),
     *([overlap_check(found)] if cluster.prefetch_layers else []),
@@ -183,16 +184,18 @@ def examine(
   }
 
 
-def receive_rows(step: Any, program: Program) -> dict[tuple[str, str], int]:
-  """Returns rows of the buffer that each (layout, site) receives into."""
+def receive_rows(step: Any, program: Program) -> dict[tuple[str, str, int], int]:
+  """Returns rows of the buffer that each (layout, site, chunk) receives into."""
   from repack_jax.exchange.collectives import Exchange
   from repack_jax.parallel.mesh import DOMAIN_AXES
 
-  wire, rows = step.run.model.wire, {}
+  wire, rows = step.run.model.wire.cut(step.chosen.exchange_chunks), {}
   for layout in LAYOUTS:
     exchange = Exchange.of_program(program, layout, wire, DOMAIN_AXES, step.mesh.shape, step.chosen.exchange)
-    rows[layout, 'dispatch'] = exchange.buffer_shape(wire.dispatch_heads)[0]
-    rows[layout, 'combine'] = exchange.buffer_shape(wire.combine_heads)[0]
+    for chunk in range(exchange.wire.chunks):
+      of_sites = exchange.wire.dispatched(chunk), exchange.wire.combined(chunk)
+      for site, heads_of in zip(SITES, of_sites, strict=True):
+        rows[layout, site, chunk] = exchange.buffer_shape(heads_of)[0]
   return rows
 
 

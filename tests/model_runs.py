@@ -64,9 +64,9 @@ def run_config(
   )  # fmt: skip
 
 
-def ahead(run: RunConfig, layers: int = 1) -> RunConfig:
-  """The same run with parameters gathered so many layers ahead."""
-  return dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, prefetch_layers=layers))
+def on_cluster(run: RunConfig, **changes: object) -> RunConfig:
+  """The same run with these fields of its cluster."""
+  return dataclasses.replace(run, cluster=dataclasses.replace(run.cluster, **changes))  # type: ignore[arg-type]
 
 
 @functools.cache

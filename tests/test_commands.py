@@ -69,7 +69,7 @@ def test_simulate_prints_and_writes_the_comparison(capsys, tmp_path):
   assert all(1 <= programs <= 3 for programs in result['programs'].values())
   assert all(lost >= -1e-9 for lost in result['lost_points'].values())
   assert all(0.2 < of['mfu'] < 1 for of in by_mode.values())
-  assert 'all steps: 6 steps' in text and 'simulated' in text and 'what if' in text
+  assert 'all steps: 6 steps' in text and 'simulated' in text and 'bound' in text
   (solved,) = (line for line in text.splitlines() if line.startswith('solve  '))
   assert f'{sum(by_mode["solve"]["change_percent"]) / 2:+.2f}%' in solved
   assert f'{by_mode["parents"]["step_s"]:.4f} s on average' in text

@@ -1,6 +1,7 @@
 """Reading a compiled program, and the rules for it: programs made by hand, each rule broken once."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 
 import cases
@@ -132,14 +133,15 @@ EVERY, NODES = (tuple(range(16)),), (tuple(range(8)), tuple(range(8, 16)))
 OWN = Program.of_plan(PLAN)
 COSTS = model_costs(ClusterConfig(), MODEL)
 ROWS = {
-  (PARENTS, 'dispatch'): 96, (PARENTS, 'combine'): 32, (CHILDREN, 'dispatch'): 80, (CHILDREN, 'combine'): 32,
+  (PARENTS, 'dispatch', 0): 96, (PARENTS, 'combine', 0): 32,
+  (CHILDREN, 'dispatch', 0): 80, (CHILDREN, 'combine', 0): 32,
 }  # fmt: skip
 
 
 def exchange(layout: str, direction: str, site: str, row: int = 128, **changes: object) -> Collective:
   """One instruction for all layers of a layout; rows of 128 float32 are 512 bytes."""
   path = 'jvp()' if direction == 'forward' else 'transpose(jvp())'
-  rows = ROWS[layout, site]
+  rows = ROWS[layout, site, 0]
   array = hlo.arrays(f'f32[{rows},1,{row}]{{2,1,0:T(1,128)}}')[0]
   one = Collective(
     'ragged-all-to-all', (array,), EVERY if layout == PARENTS else NODES, None,
@@ -175,12 +177,39 @@ def test_dense_exchanges_by_rule():
   wide = [dataclasses.replace(one, groups=EVERY) if one.groups == good[-1].groups else one for one in good]
   for compiled, passed in ((good, True), ([*good, good[-1]], False), (wide, False)):
     found = rules.classify(compiled, {1}, 'dense')
-    checks = rules.exchange_checks(found, MODEL, PLAN, OWN, 'dense')
+    checks = rules.exchange_checks(found, MODEL, PLAN, OWN, costs.cluster)
     checks += rules.byte_checks(found, MODEL, costs, PLAN, OWN, ROWS)
     assert all(check.passed for check in checks) == passed, [c for c in checks if not c.passed]
   assert checks[0].name == 'two or 4 all-to-all a layer and direction: attention exchange'
   # Where exchanges are ragged, the same is XLA's rewrite of them.
   assert {one.purpose for one in rules.classify(good, {1})} == {rules.OTHER}
+
+
+def test_exchanges_in_chunks_by_rule():
+  """Each site once for each chunk: two at SP4 and SP8; of one head a rank, as at SP16, there are none."""
+  costs = model_costs(ClusterConfig(exchange_chunks=2), MODEL)
+  buffers = ROWS | {
+    (CHILDREN, 'dispatch', 0): 60,
+    (CHILDREN, 'dispatch', 1): 20,
+    (CHILDREN, 'combine', 1): 32,
+  }
+
+  def chunk(direction: str, rows: int) -> Collective:
+    array = hlo.arrays(f'f32[{rows},1,128]{{2,1,0:T(1,128)}}')[0]
+    return exchange(CHILDREN, direction, 'dispatch', results=(array,))
+
+  of_parents = [one for one in GOOD if one.groups == EVERY]
+  good = of_parents + [chunk(way, rows) for way in ('forward', 'backward') for rows in (60, 20, 32, 32)]
+  for compiled, passed in ((good, True), (good[:-1], False), (GOOD, False)):
+    found = rules.classify(compiled, {1})
+    checks = rules.exchange_checks(found, MODEL, PLAN, OWN, costs.cluster)
+    checks += rules.byte_checks(found, MODEL, costs, PLAN, OWN, buffers)
+    assert all(check.passed for check in checks) == passed, [c for c in checks if not c.passed]
+  moved = rules.plan_bytes(PLAN, costs.wire)
+  whole = rules.plan_bytes(PLAN, MODEL.wire)
+  for layout, site in itertools.product(LAYOUTS, rules.SITES):
+    parts = [moved[layout, site, chunk] for chunk in (0, 1)]
+    assert np.sum(parts, axis=0) == pytest.approx(whole[layout, site, 0])
 
 
 def gathered(text: str, groups: tuple, scope: str = 'jit(f)/while') -> Collective:
@@ -190,7 +219,7 @@ def gathered(text: str, groups: tuple, scope: str = 'jit(f)/while') -> Collectiv
 def failed(collectives: list[Collective], program: Program = OWN) -> set[str]:
   sizes = rules.parameter_sizes([(64, 8)], nodes=2, local=8)
   found = rules.classify(collectives, sizes)
-  checks = rules.exchange_checks(found, MODEL, PLAN, program)
+  checks = rules.exchange_checks(found, MODEL, PLAN, program, COSTS.cluster)
   checks += rules.byte_checks(found, MODEL, COSTS, PLAN, program, ROWS)
   assert all(check.found and check.remedy for check in checks)
   return {check.name for check in checks if not check.passed}
@@ -219,7 +248,7 @@ def test_a_layout_of_lone_ranks_exchanges_nothing():
   of_parents = [one for one in GOOD if f'{PARENTS}_layer' in one.scope]
   lone = OWN._replace(children_degrees=(1,))
   for compiled, names in ((of_parents, set()), (GOOD, {COUNT})):
-    checks = rules.exchange_checks(rules.classify(compiled, {1}), MODEL, PLAN, lone)
+    checks = rules.exchange_checks(rules.classify(compiled, {1}), MODEL, PLAN, lone, COSTS.cluster)
     assert {check.name for check in checks if not check.passed} == names
 
 
@@ -236,7 +265,7 @@ def test_what_is_gathered_ahead_has_to_begin_ahead():
     assert (shown, total) == (count * 3 * 16384, len(ahead) * 3 * 16384)
     moved, all_moved = rules.exposed(found)[rules.ATTENTION]  # in line
     assert moved == all_moved == 4 * sum(COSTS.layers_in(layout) * (
-      ROWS[layout, 'dispatch'] + ROWS[layout, 'combine']) * 128 for layout in LAYOUTS) * 2  # fmt: skip
+      ROWS[layout, 'dispatch', 0] + ROWS[layout, 'combine', 0]) * 128 for layout in LAYOUTS) * 2  # fmt: skip
 
 
 @pytest.mark.parametrize('change,broken', [
@@ -302,22 +331,23 @@ def test_expert_exchanges_are_counted_apart():
   ]  # fmt: skip
   names = [
     check.name
-    for check in rules.exchange_checks(rules.classify(GOOD + experts, {1}), model, PLAN, OWN)
+    for check in rules.exchange_checks(rules.classify(GOOD + experts, {1}), model, PLAN, OWN, COSTS.cluster)
     if not check.passed
   ]
   assert names == []
-  again = rules.exchange_checks(rules.classify(GOOD + experts + experts[:1], {1}), model, PLAN, OWN)
+  again = rules.exchange_checks(
+    rules.classify(GOOD + experts + experts[:1], {1}), model, PLAN, OWN, COSTS.cluster
+  )
   assert [check.name for check in again if not check.passed] == [COUNT.replace('attention', 'expert')]
 
 
 def test_bytes_of_a_plan_are_those_of_the_metrics():
-  moved = rules.plan_bytes(PLAN, MODEL)
-  across = sum(2 * COSTS.layers_in(layout) * one.cross_node for (layout, _), one in moved.items())
+  moved = rules.plan_bytes(PLAN, MODEL.wire)
+  across = sum(2 * COSTS.layers_in(layout) * one.cross_node for (layout, *_), one in moved.items())
   assert across == COSTS.cross_node_bytes(PLAN) > 0
-  assert moved[CHILDREN, 'dispatch'].cross_node == 0 < moved[CHILDREN, 'dispatch'].total
-  across = (
-    2 * COSTS.layers_in(PARENTS) * sum(moved[PARENTS, site].cross_node for site in ('dispatch', 'combine'))
-  )
+  assert moved[CHILDREN, 'dispatch', 0].cross_node == 0 < moved[CHILDREN, 'dispatch', 0].total
+  of_parents = sum(one.cross_node for (layout, *_), one in moved.items() if layout == PARENTS)
+  across = 2 * COSTS.layers_in(PARENTS) * of_parents
   shifted = rules.halo_bytes(PLAN, MODEL, BY_HALO)
   assert across + shifted.cross_node == COSTS.cross_node_bytes(PLAN, BY_HALO)
   assert (shifted.total, shifted.cross_node) == (15 * 12 * 32 * 8 * 8 * 4, 12 * 32 * 8 * 8 * 4)

@@ -42,10 +42,15 @@ def make_program(ranks: int, span: int, row_tokens: int = 1, degrees: tuple[int,
 
 
 def make_exchange(
-  ranks: int, span: int, implementation: str = 'dense', row_tokens: int = 1, degrees: tuple[int, ...] = ()
+  ranks: int,
+  span: int,
+  implementation: str = 'dense',
+  row_tokens: int = 1,
+  degrees: tuple[int, ...] = (),
+  chunks: int = 1,
 ) -> collectives.Exchange:
   ranks_per_node, heads, kv, width, _ = SHAPES[ranks]
-  wire = Wire.of_attention(heads, kv, width, 'float32')
+  wire = Wire.of_attention(heads, kv, width, 'float32').cut(chunks)
   sizes = {'node': ranks // ranks_per_node, 'local': ranks_per_node}
   program = make_program(ranks, span, row_tokens, degrees)
   return collectives.Exchange.of_program(program, PARENTS, wire, mesh.DOMAIN_AXES, sizes, implementation)
@@ -57,9 +62,11 @@ def make_mesh(ranks: int):
 
 
 @functools.cache
-def exchange_program(ranks: int, span: int, implementation: str, row_tokens: int, degrees: tuple[int, ...]):
+def exchange_program(
+  ranks: int, span: int, implementation: str, row_tokens: int, degrees: tuple[int, ...], chunks: int
+):
   """Jitted: dispatch, combine of given head outputs, and both gradients."""
-  ex = make_exchange(ranks, span, implementation, row_tokens, degrees)
+  ex = make_exchange(ranks, span, implementation, row_tokens, degrees, chunks)
 
   def one_rank(q, k, v, out_rows, dispatched_grad, combined_grad, route):
     q, k, v, out_rows, dispatched_grad, combined_grad, route = jax.tree.map(
@@ -81,22 +88,30 @@ def whole_numbers(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def check_against_oracle(
-  plan: Plan, layout: str, implementation: str, span: int, seed: int, degrees: tuple[int, ...] = ()
+  plan: Plan,
+  layout: str,
+  implementation: str,
+  span: int,
+  seed: int,
+  degrees: tuple[int, ...] = (),
+  chunks: int = 1,
 ) -> None:
   """In a program that spans so many ranks and knows all degrees, which may be more than the plan needs."""
   ranks, tokens, row = plan.num_ranks, plan.shared_slots, plan.row_tokens
   _, heads, kv, width, _ = SHAPES[ranks]
   capacity = plan.capacity_tokens
-  ex, rng = make_exchange(ranks, span, implementation, row, degrees), np.random.default_rng(seed)
+  ex, rng = make_exchange(ranks, span, implementation, row, degrees, chunks), np.random.default_rng(seed)
   wire, placement = ex.wire, plan.placement(layout)
   q, combined_grad = (whole_numbers(rng, ranks, capacity, heads, width) for _ in range(2))
   k, v = (whole_numbers(rng, ranks, capacity, kv, width) for _ in range(2))
   for x in (q, k, v, combined_grad):  # whatever padding and solo samples hold must not matter
     x[np.arange(capacity) >= tokens[:, None]] = np.nan
-  out_rows = whole_numbers(rng, ranks, *ex.buffer_shape(wire.combine_heads))
-  dispatched_grad = whole_numbers(rng, ranks, *ex.buffer_shape(wire.dispatch_heads))
+  out_rows, dispatched_grad = (
+    tuple(whole_numbers(rng, ranks, *ex.buffer_shape(of(chunk))) for chunk in range(ex.wire.chunks))
+    for of in (wire.combined, wire.dispatched)
+  )
   route = arrays.route_arrays(plan, layout, make_program(ranks, span, row, degrees))
-  results = exchange_program(ranks, span, implementation, row, degrees)(
+  results = exchange_program(ranks, span, implementation, row, degrees, chunks)(
     q, k, v, out_rows, dispatched_grad, combined_grad, route
   )
   rows, combined, dispatch_grads, combine_grad = jax.tree.map(np.asarray, results)
@@ -104,27 +119,33 @@ def check_against_oracle(
   def own(x):
     return [x[r, : tokens[r]] for r in range(ranks)]
 
-  def stream(x, heads_of, rank):
+  def streams(chunk_rows, of, rank):
+    """Of each chunk that the rank's group has."""
     degree = int(placement.size[rank])
     members = slice(int(placement.first_rank[rank]), int(placement.first_rank[rank]) + degree)
-    flat = x[rank, : ex.rows(heads_of, degree)].reshape(degree * capacity, heads_of(degree), width)
-    return flat[: tokens[members].sum()]
+    for chunk, x in enumerate(chunk_rows[: wire.chunk_count(degree)]):
+      flat = x[rank, : ex.rows(of(chunk), degree)].reshape(degree * capacity, of(chunk)(degree), width)
+      yield flat[: tokens[members].sum()]
 
-  def parts(x, rank):
-    degree = int(placement.size[rank])
-    h, kk = heads // degree, max(1, kv // degree)
-    return tuple(np.split(stream(x, wire.dispatch_heads, rank), (h, h + kk), axis=1))
+  def results_of(chunk_rows, rank):
+    return np.concatenate(list(streams(chunk_rows, wire.combined, rank)), axis=1)
+
+  def parts(chunk_rows, rank):
+    degree, of_chunks = int(placement.size[rank]), []
+    for chunk, x in enumerate(streams(chunk_rows, wire.dispatched, rank)):
+      of_chunks.append(np.split(x, np.cumsum(wire.chunk_heads(degree, chunk))[:-1], axis=1))
+    return tuple(np.concatenate(of, axis=1) for of in zip(*of_chunks, strict=True))
 
   expected = reference.dispatch(plan, layout, own(q), own(k), own(v))
   for rank in range(ranks):
     for got, want in zip(parts(rows, rank), expected[rank], strict=True):
       np.testing.assert_array_equal(got, want)
-  outs = [stream(out_rows, wire.combine_heads, r) for r in range(ranks)]
+  outs = [results_of(out_rows, r) for r in range(ranks)]
   for rank, want in enumerate(reference.combine(plan, layout, outs)):
     np.testing.assert_array_equal(combined[rank, : tokens[rank]], want)
     assert not combined[rank, tokens[rank] :].any()
   for rank, want in enumerate(reference.combine_gradient(plan, layout, own(combined_grad))):
-    np.testing.assert_array_equal(stream(combine_grad, wire.combine_heads, rank), want)
+    np.testing.assert_array_equal(results_of(combine_grad, rank), want)
   grads = [parts(dispatched_grad, r) for r in range(ranks)]
   for rank, wants in enumerate(reference.dispatch_gradient(plan, layout, grads, kv)):
     for got, want in zip(dispatch_grads, wants, strict=True):
@@ -204,13 +225,27 @@ def test_programs_that_know_the_plans_degrees_alone(monkeypatch, implementation)
   check_against_oracle(plan, CHILDREN, implementation, 8, 1, plan.degrees(CHILDREN))
 
 
+@pytest.mark.parametrize('implementation', ['dense', 'ragged'])
+@pytest.mark.parametrize(
+  'ranks,chunks', [(4, 4), (8, 2), (16, 3), pytest.param(16, 8, marks=pytest.mark.long)]
+)
+def test_chunks_of_heads_are_parts_of_the_whole(monkeypatch, ranks, chunks, implementation):
+  """Also where heads of keys and values are of several chunks, and where groups have fewer chunks or none."""
+  monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
+  ranks_per_node, capacity = SHAPES[ranks][0], SHAPES[ranks][4]
+  for seed in range(300, 302):
+    plan = cases.random_plan(np.random.default_rng(seed), ranks, capacity, ranks, ranks_per_node, solo=0.4)
+    for layout in LAYOUTS:
+      check_against_oracle(plan, layout, implementation, ranks, seed, chunks=chunks)
+
+
 def test_a_dense_exchange_has_an_all_to_all_a_degree():
   for degrees in ((1,), (8,), (1, 2, 8)):
     ex = make_exchange(8, 8, 'dense', degrees=degrees)
     route = arrays.route_arrays(cases.wide_plan(8, 8, ex.capacity_tokens), PARENTS, make_program(8, 8))
 
     def combined(rows, route, ex=ex):
-      return collectives.combine(ex, rows[0], jax.tree.map(lambda x: x[0], route))[None]
+      return collectives.combine(ex, (rows[0],), jax.tree.map(lambda x: x[0], route))[None]
 
     rows = np.zeros((8, *ex.buffer_shape(ex.wire.combine_heads)), np.float32)
     spec = mesh.RANK_BLOCKS
@@ -271,10 +306,10 @@ def test_ragged_lowers_to_one_operation_a_site():
     return jax.tree.map(lambda x: x[0], tree)
 
   def dispatch(q, k, v, route):
-    return collectives.dispatch(ex, (q[0], k[0], v[0]), block(route))[None]
+    return collectives.dispatch(ex, (q[0], k[0], v[0]), block(route))[0][None]
 
   def combine(rows, route):
-    return collectives.combine(ex, rows[0], block(route))[None]
+    return collectives.combine(ex, (rows[0],), block(route))[None]
 
   def shape(*dims):
     return jax.ShapeDtypeStruct((16, *dims), jnp.float32)

@@ -11,9 +11,9 @@ from model_runs import (
   LENGTHS,
   MODEL,
   SLOTS,
-  ahead,
   assert_same,
   equations,
+  on_cluster,
   packed,
   plans_of,
   program,
@@ -90,10 +90,16 @@ def test_the_planner_gives_these_batches_what_the_test_means_to_test():
   assert beside.widest(PARENTS) == 16 and len(beside.solo) > 1
 
 
-@pytest.mark.parametrize(('ranks', 'remat'), [(32, 'layer'), pytest.param(4, 'none', marks=pytest.mark.long)])
-def test_solo_samples_beside_a_wide_parent_with_local_children(ranks, remat):
-  """A layout by hand: children of every size in nodes of their own, full and empty ranks, solo on most."""
+@pytest.mark.parametrize(
+  ('ranks', 'remat', 'chunks'), [(32, 'layer', 2), pytest.param(4, 'none', 4, marks=pytest.mark.long)]
+)
+def test_solo_samples_beside_a_wide_parent_with_local_children(ranks, remat, chunks):
+  """A layout by hand: children of every size in nodes of their own, full and empty ranks, solo on most.
+
+  In chunks of heads; a group of 32 has one head a rank, and so none.
+  """
   run = run_config(ranks, model=dataclasses.replace(MODEL, remat=remat))
+  run = on_cluster(run, exchange_chunks=chunks)
   plan = cases.wide_plan(ranks, run.cluster.ranks_per_node, SLOTS // ranks)
   assert (plan.span(PARENTS), plan.span(CHILDREN)) == (ranks, run.cluster.ranks_per_node)
   assert plan.widest(PARENTS) == ranks
@@ -279,24 +285,24 @@ def test_block_rows_never_drop_by_default():
 
 
 @pytest.mark.parametrize(
-  ('remat', 'solo', 'prefetch_layers'),
+  ('remat', 'solo', 'prefetch_layers', 'chunks'),
   [
-    *[('none', False, 0), ('none', True, 1), ('layer', True, 0), ('layer', False, 1)],
+    *[('none', False, 0, 1), ('none', True, 1, 1), ('layer', True, 0, 4), ('layer', False, 1, 1)],
     *(
       pytest.param(*case, marks=pytest.mark.long)
-      for case in [('none', False, 1), ('none', True, 0), ('layer', True, 1), ('layer', False, 0)]
+      for case in [('none', False, 1, 4), ('none', True, 0, 2), ('layer', True, 1, 2), ('layer', False, 0, 1)]
     ),
   ],
 )
-def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo, prefetch_layers):
+def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo, prefetch_layers, chunks):
   """In the step's program with `ragged`: F and S layers, dispatch and combine, forward and backward: 8.
 
-  None is repeated by remat; a sparse layer's stay on the local axis; nothing else moves activations. Solo
-  samples add none.
+  As often as there are chunks, each with a part of the heads. None is repeated by remat; a sparse layer's
+  stay on the local axis; nothing else moves activations. Solo samples add none.
   """
   monkeypatch.setattr('repack_jax.training.context.choose_exchange', lambda name, platform: 'ragged')
   model = dataclasses.replace(MODEL, remat=remat, num_layers=4, expert_placement='replicated')
-  run = ahead(run_config(16, model=model), prefetch_layers)
+  run = on_cluster(run_config(16, model=model), prefetch_layers=prefetch_layers, exchange_chunks=chunks)
   step = TrainStep(run, make_mesh(run.cluster), Decoder(model))
   plan = cases.wide_plan(16, 8, SLOTS // 16, solo)
   runs_it = step.program(plan)
@@ -306,7 +312,7 @@ def test_two_exchanges_a_layer_and_direction(monkeypatch, remat, solo, prefetch_
   gradients = jax.make_jaxpr(step.gradients, static_argnums=3)
   jaxpr = gradients(shapes.params, load, arrays, runs_it).jaxpr
   axes = [tuple(np.atleast_1d(eqn.params['axis_name'])) for eqn in equations(jaxpr, 'ragged_all_to_all')]
-  assert sorted(axes) == [('local',)] * 4 + [('node', 'local')] * 4
+  assert sorted(axes) == [('local',)] * 4 * chunks + [('node', 'local')] * 4 * chunks
   assert not equations(jaxpr, 'all_to_all')
   gathers = equations(jaxpr, 'all_gather')
   (of_layer,) = {
@@ -339,8 +345,8 @@ def test_exchanges_of_spread_experts(monkeypatch, remat, times):
 @pytest.mark.parametrize(
   'kind', [FullAttention(), SlidingWindowAttention(window_tokens=7)], ids=lambda kind: kind.title
 )
-@pytest.mark.parametrize('implementation', ['dense', 'ragged'])
-def test_attention_of_shared_and_solo_samples(monkeypatch, implementation, kind):
+@pytest.mark.parametrize(('implementation', 'chunks'), [('dense', 1), ('ragged', 1), ('dense', 4)])
+def test_attention_of_shared_and_solo_samples(monkeypatch, implementation, chunks, kind):
   """Each sample's attention is that of the sample alone, with its gradients, and NaN in padding is inert."""
   monkeypatch.setattr(jax.lax, 'ragged_all_to_all', emulated_ragged_all_to_all)
   run = run_config(4)
@@ -352,7 +358,7 @@ def test_attention_of_shared_and_solo_samples(monkeypatch, implementation, kind)
     q, k, v, grad, batch = jax.tree.map(lambda x: x[0], (q, k, v, grad, batch))
     out, vjp = jax.vjp(
       lambda q, k, v: repacked_attention(
-        kind, q, k, v, batch, runs_it, DOMAIN_AXES, impl, implementation
+        kind, q, k, v, batch, runs_it, DOMAIN_AXES, impl, implementation, chunks
       ),
       q, k, v,
     )  # fmt: skip

@@ -8,9 +8,9 @@ import pytest
 from model_runs import (
   MODEL,
   SLOTS,
-  ahead,
   assert_same,
   equations,
+  on_cluster,
   packed,
   program,
   run_config,
@@ -36,7 +36,7 @@ MIXED = {'num_layers': 10, 'dense_layers': 1, 'dense_width': 48}
 )
 def test_gradients_are_those_of_one_rank_in_line(ranks, changes):
   model = dataclasses.replace(TWO_TURNS, **changes)
-  run = ahead(run_config(ranks, model=model))
+  run = on_cluster(run_config(ranks, model=model), prefetch_layers=1)
   plan = cases.wide_plan(ranks, run.cluster.ranks_per_node, SLOTS // ranks)
   batch = samples(plan.lengths)
   assert_same(sums_of_plan(run, plan, batch), sums_of_batch(run_config(1, model=model), batch))
@@ -46,7 +46,7 @@ def test_gradients_are_those_of_one_rank_in_line(ranks, changes):
 def test_no_layer_keeps_its_weights_for_the_backward_pass(remat):
   """None of what a loop hands on from each of its turns is the whole of a weight."""
   model = dataclasses.replace(TWO_TURNS, remat=remat, experts_per_token=3, expert_placement='replicated')
-  run = ahead(run_config(4, model=model))
+  run = on_cluster(run_config(4, model=model), prefetch_layers=1)
   step, plan = program(run), cases.wide_plan(4, 2, SLOTS // 4)
   runs_it = step.program(plan)
   arrays, state = packed(run, plan, samples(plan.lengths), runs_it), step.state_shapes()
@@ -63,4 +63,4 @@ def test_no_layer_keeps_its_weights_for_the_backward_pass(remat):
 
 def test_more_layers_ahead_can_be_simulated_only():
   with pytest.raises(ConfigError, match=r'prefetch_layers = 2: the training step gathers .* at most 1 layer'):
-    program(ahead(run_config(2), 2))
+    program(on_cluster(run_config(2), prefetch_layers=2))

@@ -103,7 +103,7 @@ def test_exchange_of_unequal_ranks_takes_what_the_fullest_sends():
   row_bytes = 6 * 2 * 4, 4 * 2 * 4  # of 16 heads and 4 key/value heads, 4 + 2 * 1 to a peer and 4 back
   # Rank 0 sends its 6 to one rank of its node and to two of the other's.
   for found, row in zip((parents.dispatch_s, parents.combine_s), row_bytes, strict=True):
-    assert found.tolist() == pytest.approx([3e-4 + max(6 * row / 4e5, 12 * row / 1e5)] * 4)
+    assert found == pytest.approx(np.full((1, 4), 3e-4 + max(6 * row / 4e5, 12 * row / 1e5)))
   assert parents.attention.intra.tolist() == [tokens * sum(row_bytes) for tokens in (6, 2, 1, 0)]
   assert parents.attention.inter.tolist() == [2 * tokens * sum(row_bytes) for tokens in (6, 2, 1, 0)]
   assert parents_core.group_s == pytest.approx(cores_s(costs, 6, 2, 1)[PARENTS] / 4)
@@ -112,19 +112,32 @@ def test_exchange_of_unequal_ranks_takes_what_the_fullest_sends():
   assert not parents_core.solo_s.any() and not own_core.solo_s.any()
 
 
-def test_chunked_exchanges_by_hand():
-  """Cut into chunks, the shorter of core and exchanges shows with its first chunk only."""
-  costs = costs_of('a node', DENSE)
+@pytest.mark.parametrize('chunks', [2, 100])
+def test_chunked_exchanges_by_hand(chunks):
+  """A rank has two query heads, so two chunks; the keys and values of both travel with the first."""
+  whole, costs = (
+    costs_of('a node', DENSE, exchange_chunks=count, intra_node_bytes_per_s=2e5) for count in (1, chunks)
+  )
   groups = [Group(0, 8, (0,))]
   plan = plan_of([40], groups, groups, costs.cluster)
-  exchanges_s = 5 * costs.exchange_s(8) + 2 * costs.site_latency_s(8)
+  latency_s, head_s = 1e-4, 5 * 7 * 2 * 4 / 2e5  # a head of 2 float32 of 5 tokens to 7 peers
   passes_s = [factor * core_s / 8 for core_s in cores_s(costs, 40).values() for factor in (1, 2.5)]
-  assert min(passes_s) < exchanges_s < max(passes_s)
-  hidden_s = sum(min(core_s, exchanges_s) for core_s in passes_s)
-  step_s = simulate(costs, [plan]).step_s
-  for chunks in (2, 100):  # a rank has two query heads
-    chunked_s = simulate(costs, [plan], exchange_chunks=chunks).step_s
-    assert chunked_s == pytest.approx(step_s - hidden_s / 2)
+  beside_s = latency_s + head_s  # beside the first core the second dispatch, then the first combine
+  assert min(passes_s) / 2 < beside_s < max(passes_s) / 2
+  change_s = sum(
+    (2 * latency_s + 4 * head_s) + 2 * max(core_s / 2, beside_s)  # first dispatch and last combine
+    - (2 * latency_s + 6 * head_s) - core_s
+    for core_s in passes_s
+  )  # fmt: skip
+  found_s = simulate(costs, [plan]).step_s
+  assert found_s == pytest.approx(simulate(whole, [plan]).step_s + change_s)
+  assert costs.exchange_s(8) == pytest.approx(4 * head_s / 5)
+  # Lone ranks have as many chunks, so that nobody waits for whole cores of theirs.
+  groups = [Group(0, 4, (0,)), *(Group(rank, 1, (rank - 3,)) for rank in range(4, 8))]
+  plan = plan_of([20, 1, 1, 1, 1], groups, groups, costs.cluster)
+  times, count = plan_times(plan, costs).layouts[PARENTS], min(chunks, 4)
+  assert times.core_share.tolist() == [[1 / count] * 8] * count and times.solo_share.sum() == 1
+  assert (times.dispatch_s >= latency_s).all()
 
 
 def test_idle_rank_waits():

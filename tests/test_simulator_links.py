@@ -91,7 +91,7 @@ def test_a_program_wider_than_the_plan_costs_its_own():
     plan_times(plan, grouped, program).layouts[PARENTS]
     for program in (own, own._replace(parents_span=4, children_span=4))
   )
-  assert times.dispatch_s.tolist() == wider.dispatch_s.tolist()
+  np.testing.assert_array_equal(times.dispatch_s, wider.dispatch_s)
   with pytest.raises(ValueError, match='zip'):
     simulate(costs, [plan, plan], programs=[own])
 
@@ -112,7 +112,7 @@ def test_a_dense_exchange_takes_and_sends_all_degrees():
       expected = 1e-4 + PEER_S + pair[site] / 4e5
       if 4 in degrees:  # one peer in the node, two in the other
         expected += 3e-4 + 3 * PEER_S + max(all_four[site] / 4e5, 2 * all_four[site] / 1e5)
-      assert seconds == pytest.approx([expected] * 4)
+      assert seconds == pytest.approx(np.full((1, 4), expected))
     across = 2 * sum(all_four.values()) if 4 in degrees else 0
     assert times.attention.inter == pytest.approx([across] * 4)
     near = sum(pair.values()) + (sum(all_four.values()) if 4 in degrees else 0)

@@ -93,6 +93,34 @@ def test_rows(wire, widest, row_bytes):
     assert elements == next(fitting)
 
 
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@given(wires(), st.integers(1, 9))
+def test_chunks(whole, chunks):
+  """Each head of an operand travels once, with the first chunk whose core works on it."""
+  wire = whole.cut(chunks)
+  for degree in wire.degrees(32):
+    of_rank, result = wire.rank_heads(degree), wire.combine_heads(degree)
+    count = wire.chunk_count(degree)
+    even = [n for n in range(1, chunks + 1) if all(is_whole(heads, n) for heads in of_rank)]
+    assert count == max(n for n in even if result % n == 0)
+    for operand, heads in enumerate(of_rank):
+      needed = [[head for head, core in meetings(heads, count) if core == chunk] for chunk in range(count)]
+      sent = [wire.chunk_heads(degree, chunk)[operand] for chunk in range(count)]
+      ends = np.cumsum([0, *sent])
+      assert ends[-1] == heads
+      for chunk, worked_on in enumerate(needed):
+        source = wire.chunk_sources(degree, chunk)[operand]
+        assert list(range(ends[source], ends[source + 1])) == worked_on and source <= chunk
+        of_core = wire.core_heads(degree, chunk)[operand]
+        assert list(range(of_core.start, of_core.stop)) == worked_on
+    sites = [(wire.dispatched(chunk)(degree), wire.combined(chunk)(degree)) for chunk in range(chunks)]
+    assert np.sum(sites, axis=0).tolist() == [wire.dispatch_heads(degree), result]
+    assert all(site == (0, 0) for site in sites[count:])
+    assert wire.shown_heads(degree) == (sites[0][0], sites[count - 1][1])
+    fitted = wire.fitted([1, degree])
+    assert fitted.chunks == (count if degree > 1 else 1) and fitted.chunk_count(degree) == fitted.chunks
+
+
 def test_rows_by_hand():
   """32 query and 4 key/value heads of 128 in bfloat16, 256 bytes each: at SP32 a rank sends back one head."""
   wire = Wire.of_attention(32, 4, 128, 'bfloat16')
@@ -103,3 +131,5 @@ def test_rows_by_hand():
   assert wire.row_tokens(16, 512) == 1
   # One token at SP32 sends 3 heads there and one back: rows of a head. Two tokens fill rows of 512 bytes.
   assert (wire.row_elements((1, 32), 1), wire.row_elements((1, 32), 2)) == (128, 256)
+  # In two chunks a rank of 16 sends back a head in each, as at SP32.
+  assert [wire.cut(2).row_tokens(widest, 512) for widest in (8, 16)] == [1, 2]

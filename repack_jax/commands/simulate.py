@@ -47,9 +47,6 @@ from repack_jax.solver.compare import (
 from repack_jax.solver.programs import Programs
 
 BOUND = 'bound'
-# What the training step cannot do yet, played on the plans of `solve`: exchanges in so many chunks of heads
-# that overlap the attention core.
-WHAT_IF = {'what if: solve in 4 chunks': 4}
 # Layerwise Repacking as published, on the steps with SP16/32 parents: (step time in %, MFU in points). Its
 # solver knows no solo samples.
 PUBLISHED = {'repack': (-5.95, 3.75), SOLVE_NO_SOLO: (-7.61, 4.83)}
@@ -103,7 +100,7 @@ class Played:
   @property
   def rows(self) -> tuple[str, ...]:
     """Returns the rows of tables."""
-    return (*self.modes, *WHAT_IF, BOUND)
+    return (*self.modes, BOUND)
 
   def mean_s(self, tallies: Sequence[Tally], name: str) -> float:
     return sum(tally.step_s[name] for tally in tallies) / sum(tally.steps for tally in tallies)
@@ -166,8 +163,6 @@ def _add_step(
     as_run[mode] = simulate(costs, plans, programs=chosen, redistribute=mode == REDISTRIBUTE)
     played.own_s[mode] += own.step_s  # type: ignore[assignment]
     played.crossing[mode] += max(plan.widest(PARENTS) for plan in plans) > node_ranks
-  for name, chunks in WHAT_IF.items():
-    as_run[name] = simulate(costs, found['solve'][0], exchange_chunks=chunks)
   bound_s = compute_bound_s(lengths, costs)
   played.everything[-1].add(as_run, bound_s)
   widest = max(plan.widest(PARENTS) for plan in found[BASELINE][0])

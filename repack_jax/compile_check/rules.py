@@ -14,12 +14,14 @@ import numpy as np
 
 from repack_jax.compile_check.collectives import HIDDEN, IN_LINE, Collective
 from repack_jax.compile_check.hlo import Array
+from repack_jax.config.cluster import ClusterConfig
 from repack_jax.config.model import ModelConfig
 from repack_jax.exchange import reference
 from repack_jax.kinds import LAYER_SCOPES
 from repack_jax.parallel.xla_flags import DECOMPOSER
 from repack_jax.plan.plan import CHILDREN, LAYOUTS, Plan
 from repack_jax.plan.program import Program
+from repack_jax.plan.wire import Wire
 from repack_jax.predict import flops
 from repack_jax.predict.costs import Costs, halo_peers
 
@@ -31,6 +33,7 @@ MOST_IN_LINE = 0.1  # of parameters' bytes, where they are gathered ahead
 # Of matrix products against the model's own count; a dense lowering of E experts does E / k times the work.
 MOST_FLOPS_RATIO = 1.15
 SHIFT = 'collective-permute'
+SITES = ('dispatch', 'combine')
 EXCHANGES = {'ragged': 'ragged-all-to-all', 'dense': 'all-to-all'}  # by `ClusterConfig.exchange`
 CORES = r'attention/(core|solo)'  # the scopes of attention cores, whose work follows the plan
 
@@ -176,19 +179,26 @@ def spans_nodes(groups: Sequence[Sequence[int]], ranks_per_node: int) -> bool:
 
 
 def exchange_checks(
-  found: Sequence[Found], model: ModelConfig, plan: Plan, program: Program, exchange: str = 'ragged'
+  found: Sequence[Found], model: ModelConfig, plan: Plan, program: Program, cluster: ClusterConfig
 ) -> list[Check]:
   """Returns checks of the exchanges: two a layer and direction, children's inside nodes, none else.
 
-  Of dense ones two for each SP degree that the program knows; of layers by halo instead a shift a hop and
-  direction.
+  Two for each chunk that they are cut into; of dense ones also for each SP degree that the program knows; of
+  layers by halo instead a shift a hop and direction.
   """
-  checks = []
+  checks, exchange = [], cluster.exchange
+  wire = model.wire.cut(cluster.exchange_chunks)
   for purpose in (ATTENTION, HALO, EXPERTS):
     each_of = dict.fromkeys(LAYOUTS, program.halo_hops if purpose == HALO else 2)
     if purpose == ATTENTION:  # nothing is exchanged at SP1
-      exchanged = {layout: sum(degree > 1 for degree in program.degrees(layout)) for layout in LAYOUTS}
-      each_of = {layout: 2 * (n if exchange == 'dense' else min(n, 1)) for layout, n in exchanged.items()}
+      chunks = {
+        layout: [wire.chunk_count(degree) for degree in program.degrees(layout) if degree > 1]
+        for layout in LAYOUTS
+      }
+      each_of = {
+        layout: 2 * (sum(counts) if exchange == 'dense' else max(counts, default=0))
+        for layout, counts in chunks.items()
+      }
     repeats = model.expert_round_trips if purpose == EXPERTS else (1, 1)
     layers_of = {layout: _layers(model, layout, purpose, program) for layout in LAYOUTS}
     times: dict[tuple[str, str], int] = defaultdict(int)
@@ -256,19 +266,22 @@ class Moved(NamedTuple):
   cross_node: float
 
 
-def plan_bytes(plan: Plan, model: ModelConfig) -> dict[tuple[str, str], Moved]:
-  """Returns what the plan itself moves in one exchange, by layout and site."""
+def plan_bytes(plan: Plan, wire: Wire) -> dict[tuple[str, str, int], Moved]:
+  """Returns what the plan itself moves in one exchange, by layout, site and chunk."""
   ranks = np.arange(plan.num_ranks)
   others = ranks[:, None] != ranks
   nodes = ranks // plan.ranks_per_node
   across = nodes[:, None] != nodes
-  wire = model.wire
   head_bytes = wire.head_dim * wire.itemsize
   moved = {}
   for layout in LAYOUTS:
-    sent = reference.sent_elements(plan, layout, model.num_heads, model.num_kv_heads)
-    for site, heads in zip(('dispatch', 'combine'), sent, strict=True):
-      moved[layout, site] = Moved(*(float(heads[where].sum() * head_bytes) for where in (others, across)))
+    sent = reference.sent_elements(plan, layout, *wire.operand_heads[:2])
+    of_sites = (wire.dispatched, wire.dispatch_heads), (wire.combined, wire.combine_heads)
+    for site, heads, (of_chunk, whole) in zip(SITES, sent, of_sites, strict=True):
+      for chunk in range(wire.chunks):
+        share = [of_chunk(chunk)(degree) / whole(degree) for degree in plan.placement(layout).size.tolist()]
+        bytes_sent = heads * np.array(share)[:, None] * head_bytes
+        moved[layout, site, chunk] = Moved(*(float(bytes_sent[where].sum()) for where in (others, across)))
   return moved
 
 
@@ -286,7 +299,7 @@ def byte_checks(
   costs: Costs,
   plan: Plan,
   program: Program,
-  buffer_rows: dict[tuple[str, str], int],
+  buffer_rows: dict[tuple[str, str, int], int],
 ) -> list[Check]:
   """Returns checks that the bytes which the compiled operations move are the plan's.
 
@@ -295,12 +308,13 @@ def byte_checks(
   program's.
 
   Args:
-    buffer_rows: rows of the buffer that each (layout, site) receives into: it tells the sites apart.
+    buffer_rows: rows of the buffer that each (layout, site, chunk) receives into: it tells them apart. Those
+      that receive into equal ones are equally often there.
   """
-  own, dense = plan_bytes(plan, model), costs.cluster.exchange == 'dense'
+  own, dense = plan_bytes(plan, costs.wire), costs.cluster.exchange == 'dense'
   wanted = np.array(halo_bytes(plan, model, program))
   for layout in LAYOUTS:
-    of_layer = sum(np.array(moved) for (of, _), moved in own.items() if of == layout)
+    of_layer = sum(np.array(moved) for (of, *_), moved in own.items() if of == layout)
     if dense:
       ranks = np.ones(plan.num_ranks, np.int64)
       near, across = (sent.sum() for sent in costs.exchange_bytes(program, layout, ranks, ranks))
@@ -316,8 +330,8 @@ def byte_checks(
       (array, *_) = one.collective.results
       held, taken = array.row_bytes
       # Backward, the combine's buffer is the dispatch's and the other way round.
-      sites = [s for s in ('dispatch', 'combine') if buffer_rows[one.layout, s] == array.dims[0]]
-      total, cross = own[one.layout, sites[0] if sites else 'dispatch']
+      alike = [key for key, rows in buffer_rows.items() if key[0] == one.layout and rows == array.dims[0]]
+      total, cross = np.mean([own[key] for key in alike or [(one.layout, 'dispatch', 0)]], axis=0)
       if not spans_nodes(one.collective.groups, plan.ranks_per_node):
         total, cross = total - cross, 0.0
       compiled += one.collective.times * np.array([total, cross]) * taken / held

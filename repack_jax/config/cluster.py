@@ -41,6 +41,8 @@ class ClusterConfig:
     exchange: how heads are exchanged: `ragged`, one variable-size all-to-all a site, or `dense`, a padded one
       for each SP degree that the program knows, all slots of all ranks. Emulated ranks run `dense` whatever
       this says, since XLA has no ragged all-to-all on CPUs.
+    exchange_chunks: chunks of heads that an exchange is cut into at most, each an exchange of its own, so
+      that what one sends travels while the core computes another: as many as give each chunk the same heads.
     exchange_meets: who waits for whom at either site of a ragged exchange, and is addressed: `span`, all
       ranks that the program's exchange spans (a node's, or the domain's), or `group`, those of the SP group
       alone.
@@ -73,6 +75,7 @@ class ClusterConfig:
   inter_node_latency_s: float = 35e-6
   peer_latency_s: float = 0.0
   exchange: str = 'ragged'
+  exchange_chunks: int = 1
   exchange_meets: str = 'span'
   halo_queries: bool = False
   prefetch_layers: int = 0
@@ -87,7 +90,7 @@ class ClusterConfig:
       self, platform=('auto', 'cpu', 'gpu', 'tpu'), exchange=('ragged', 'dense'),
       exchange_meets=('span', 'group'),
     )  # fmt: skip
-    check_min(self, 1, 'domains')
+    check_min(self, 1, 'domains', 'exchange_chunks')
     for name in ('nodes', 'ranks_per_node'):
       require(
         is_power_of_two(getattr(self, name)),

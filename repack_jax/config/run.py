@@ -328,7 +328,7 @@ class RunConfig:
         f'must be one of {degrees} and hold max_document_tokens = {data.max_document_tokens} '
         f'at {planner.capacity_tokens} tokens a rank',
       )  # fmt: skip
-    row = model.wire.row_tokens(degrees[-1], cluster.wire_row_bytes)
+    row = model.wire.cut(cluster.exchange_chunks).row_tokens(degrees[-1], cluster.wire_row_bytes)
     require(
       planner.capacity_tokens % row == 0, 'PlannerConfig.capacity_tokens', planner.capacity_tokens,
       f'must be a multiple of {row}, so that what a rank sends fills rows of ClusterConfig.wire_row_bytes = '

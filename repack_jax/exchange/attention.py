@@ -17,16 +17,20 @@ from repack_jax.plan.arrays import PlanArrays
 from repack_jax.plan.program import Program
 
 
-def attention_cases(kind: LayerKind, lone: AttentionCase, program: Program) -> list[AttentionCase]:
+def attention_cases(
+  kind: LayerKind, lone: AttentionCase, program: Program, exchange_chunks: int = 1
+) -> list[AttentionCase]:
   """Returns what layers of a kind ask of an attention core in a program.
 
   Args:
     lone: what a rank alone is asked for.
+    exchange_chunks: as in `ClusterConfig`.
   """
   halo = kind.halo_slots(program)
   if halo is not None:
     return [dataclasses.replace(lone, halo_tokens=halo)]
-  return [lone.at_degree(degree) for degree in program.degrees(kind.layout)]
+  cuts = {1, exchange_chunks}
+  return [lone.at_degree(degree, cut) for cut in cuts for degree in program.degrees(kind.layout)]
 
 
 def repacked_attention(
@@ -39,12 +43,13 @@ def repacked_attention(
   axes: Sequence[str],
   attention: AttentionImpl | None = None,
   exchange: str | None = None,
+  exchange_chunks: int = 1,
 ) -> jax.Array:
   """Returns the attention of a layer of this kind, [T, H, D], by a plan. Call it inside `shard_map`.
 
   Over the rank's group for what it holds of the group's stream, and on the rank alone for its solo samples.
-  Padding slots are zero in the result and inert. Exactly two exchanges forward and two backward; where the
-  program runs such layers by halo, a shift a hop each way instead.
+  Padding slots are zero in the result and inert. Exactly two exchanges a chunk forward and two backward;
+  where the program runs such layers by halo, a shift a hop each way instead.
 
   Args:
     q, k, v: of the rank's own token slots, [T, H, D] and [T, K, D] of one dtype.
@@ -53,6 +58,7 @@ def repacked_attention(
     axes: mesh axes of a domain, major to minor, in which ranks are numbered.
     attention: what computes the core; by default what `auto` takes on JAX's default platform.
     exchange: `ragged` or `dense`; by default ragged where the platform has it.
+    exchange_chunks: as in `ClusterConfig`; what the plan was made for.
 
   Raises:
     PlanError: where the program's exchanges span other ranks than the mesh has.
@@ -60,17 +66,17 @@ def repacked_attention(
   platform = jax.default_backend()
   sizes = {axis: lax.axis_size(axis) for axis in axes}
   if attention is None:
-    cases = attention_cases(kind, AttentionCase.of(q, k, kind), program)
+    cases = attention_cases(kind, AttentionCase.of(q, k, kind), program, exchange_chunks)
     attention = choose_attention('auto', platform, cases)
   halo_slots = kind.halo_slots(program)
   if halo_slots is not None:
     spanned = spanned_axes(program.span(kind.layout), axes, sizes)
     return halo_attention(attention, kind, (q, k, v), batch, halo_slots, program.halo_hops, spanned)
   exchange = exchange or choose_exchange('ragged', platform)
-  wire = kind.wire(q.shape[1], k.shape[1], q.shape[2], q.dtype.name)
+  wire = kind.wire(q.shape[1], k.shape[1], q.shape[2], q.dtype.name).cut(exchange_chunks)
   ex = Exchange.of_program(program, kind.layout, wire, axes, sizes, exchange)
   route = batch.route(kind.layout)
   if not program.has_solo:
     return ulysses_attention(ex, attention, kind, (q, k, v), route)
-  alone = solo_attention(attention, kind, (q, k, v), batch.segments, route)
+  alone = solo_attention(ex, attention, kind, (q, k, v), batch.segments, route)
   return ulysses_attention(ex, attention, kind, (q, k, v), route, alone)

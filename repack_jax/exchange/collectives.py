@@ -1,13 +1,14 @@
 """The two sites of a layer's attention: `dispatch` (tokens to heads) and `combine` (heads to tokens).
 
-Each does the head exchange and the change of layout in one variable-size all-to-all. Both run inside
-`shard_map`; whom a rank exchanges with comes in as data (`arrays.Route`), so ranks of different SP degree
-run the same program and a plan never recompiles it.
+Each does the head exchange and the change of layout in one variable-size all-to-all, or in one for each chunk
+of heads that the exchange is cut into (`plan/wire.py`). Both run inside `shard_map`; whom a rank exchanges
+with comes in as data (`arrays.Route`), so ranks of different SP degree run the same program and a plan never
+recompiles it.
 
 Axis legend: T capacity (token slots of a rank), H query heads, K key/value heads, D head width, P ranks of
 a group (its SP degree), S ranks that the exchange spans, h = H/P, k = max(1, K/P), c heads that a token sends
 to one peer (in dispatch those of all operands, h + 2k of queries, keys and values; h in combine), W elements
-of a row on the wire.
+of a row on the wire. In a chunk, c are those of the chunk.
 
 Two forms of the same data travel between the sites, both flat rows `[rows, W]` of a static size:
 
@@ -35,9 +36,7 @@ from jax import lax
 from repack_jax.plan.arrays import Route
 from repack_jax.plan.plan import PlanError
 from repack_jax.plan.program import Program
-from repack_jax.plan.wire import Wire
-
-HeadsOf = Callable[[int], int]  # SP degree -> heads that a token sends to, or gets from, a peer
+from repack_jax.plan.wire import HeadsOf, Wire
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class Exchange:
     span: S, ranks along them.
     degrees: SP degrees that the program knows in the layout, ascending.
     capacity_tokens: T.
-    wire: what it carries.
+    wire: what it carries, in as many chunks as the exchange has; ranks of some SP degrees have fewer.
     row_tokens: ranks hold multiples of so many slots of their group's stream (`Plan.row_tokens`).
     implementation: `ragged` or `dense`.
   """
@@ -97,7 +96,7 @@ class Exchange:
       span=program.span(layout),
       degrees=program.degrees(layout),
       capacity_tokens=program.capacity_tokens,
-      wire=wire,
+      wire=wire.fitted(program.degrees(layout)),
       row_tokens=program.row_tokens,
       implementation=implementation,
     )
@@ -112,12 +111,17 @@ class Exchange:
     """Returns W; what `row_tokens` tokens send to a peer is a whole number of rows, for every degree."""
     return self.wire.row_elements(self.degrees, self.row_tokens)
 
+  def sources(self, chunk: int) -> tuple[int, ...]:
+    """Returns the chunks of dispatch that a chunk's core works on, at whatever SP degree; ascending."""
+    cut = (degree for degree in self.degrees if chunk < self.wire.chunk_count(degree))
+    return tuple(sorted({source for degree in cut for source in self.wire.chunk_sources(degree, chunk)}))
+
   def rows(self, heads_of: HeadsOf, degree: int) -> int:
     """Returns rows of the slots or stream form of one degree; the buffers are as large as the largest."""
     return degree * self.capacity_tokens * heads_of(degree) * self.wire.head_dim // self.row_width
 
   def buffer_shape(self, heads_of: HeadsOf) -> tuple[int, int]:
-    """Returns [rows, W] of the buffer of a site; `heads_of` is `Wire.dispatch_heads` or `combine_heads`."""
+    """Returns [rows, W] of a chunk's buffer; `heads_of` is `Wire.dispatched` or `Wire.combined` of it."""
     return max(self.rows(heads_of, p) for p in self.degrees), self.row_width
 
 
@@ -142,27 +146,34 @@ def spanned_axes(span: int, axes: Sequence[str], axis_sizes: Mapping[str, int]) 
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def dispatch(ex: Exchange, operands: tuple[jax.Array, ...], route: Route) -> jax.Array:
-  """Sends each rank of the group its heads of every token: q [T, H, D], k and v [T, K, D] -> stream rows.
+def dispatch(ex: Exchange, operands: tuple[jax.Array, ...], route: Route) -> tuple[jax.Array, ...]:
+  """Sends each rank of the group its heads of every token: q [T, H, D], k and v [T, K, D] -> rows of chunks.
 
-  The result is the stream form with all operands' heads side by side; `split_heads` gives them apart. Where
-  P > K each key/value head goes to P / K ranks, and its gradient is the sum over them.
+  Each is the stream form of a chunk with all operands' heads side by side; `split_heads` gives them apart.
+  Where P > K each key/value head goes to P / K ranks, and its gradient is the sum over them.
   """
   t, d = ex.capacity_tokens, ex.wire.head_dim
   for x, heads in zip(operands, ex.wire.operand_heads, strict=True):
     chex.assert_shape(x, (t, heads, d))
 
-  def slots(degree: int) -> jax.Array:
-    def by_peer(x: jax.Array) -> jax.Array:
-      heads = x.shape[1]
-      if heads < degree:
-        x = jnp.repeat(x, degree // heads, axis=1)
-      return x.reshape(t, degree, -1, d)
+  def slots(degree: int, chunk: int) -> jax.Array:
+    of_rank, sent = ex.wire.rank_heads(degree), ex.wire.chunk_heads(degree, chunk)
+    count = ex.wire.chunk_count(degree)
 
-    return jnp.concatenate([by_peer(x) for x in operands], axis=2).swapaxes(0, 1)
+    def by_peer(x: jax.Array, heads: int, sent: int) -> jax.Array:
+      if x.shape[1] < degree:
+        x = jnp.repeat(x, degree // x.shape[1], axis=1)
+      first = chunk * heads // count
+      return x.reshape(t, degree, heads, d)[:, :, first : first + sent]
 
-  heads_of = ex.wire.dispatch_heads
-  return to_stream(ex, heads_of, _by_degree(ex, heads_of, route, slots), route)
+    return jnp.concatenate(list(map(by_peer, operands, of_rank, sent)), axis=2).swapaxes(0, 1)
+
+  def moved(chunk: int) -> jax.Array:
+    heads_of = ex.wire.dispatched(chunk)
+    rows = _by_degree(ex, heads_of, route, functools.partial(slots, chunk=chunk))
+    return to_stream(ex, heads_of, rows, route)
+
+  return tuple(map(moved, range(ex.wire.chunks)))
 
 
 def _dispatch_fwd(ex, operands, route):
@@ -171,18 +182,22 @@ def _dispatch_fwd(ex, operands, route):
 
 def _dispatch_bwd(ex, route, grad_rows):
   t, d = ex.capacity_tokens, ex.wire.head_dim
-  rows = to_slots(ex, ex.wire.dispatch_heads, grad_rows, route)
+  sites = [ex.wire.dispatched(chunk) for chunk in range(ex.wire.chunks)]
+  # The backward pass goes through the chunks from the last to the first.
+  rows = _in_turn(ex, list(zip(sites, grad_rows, strict=True))[::-1], route)[::-1]
 
   def gradients(degree: int) -> tuple[jax.Array, ...]:
-    heads = ex.wire.rank_heads(degree)
-    slots = _view(ex, ex.wire.dispatch_heads, rows, degree).reshape(degree, t, sum(heads), d).swapaxes(0, 1)
-    parts = jnp.split(slots, np.cumsum(heads)[:-1], axis=2)
+    of_chunks = []
+    for chunk in range(ex.wire.chunk_count(degree)):
+      heads = ex.wire.chunk_heads(degree, chunk)
+      slots = _view(ex, sites[chunk], rows[chunk], degree).reshape(degree, t, sum(heads), d)
+      of_chunks.append(jnp.split(slots.swapaxes(0, 1), np.cumsum(heads)[:-1], axis=2))
 
-    def whole(x: jax.Array, heads: int) -> jax.Array:
+    def whole(parts: tuple[jax.Array, ...], heads: int) -> jax.Array:
       copies = max(1, degree // heads)  # of each key/value head, side by side
-      return x.reshape(t, heads, copies, d).sum(axis=2)
+      return jnp.concatenate(parts, axis=2).reshape(t, heads, copies, d).sum(axis=2)
 
-    grads = (whole(part, n) for part, n in zip(parts, ex.wire.operand_heads, strict=True))
+    grads = map(whole, zip(*of_chunks, strict=True), ex.wire.operand_heads)
     return tuple(_owned(ex, grad, route) for grad in grads)
 
   branches = [functools.partial(gradients, p) for p in ex.degrees]
@@ -193,15 +208,20 @@ dispatch.defvjp(_dispatch_fwd, _dispatch_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def combine(ex: Exchange, rows: jax.Array, route: Route) -> jax.Array:
-  """Sends each token's owner its heads: the stream form with c = h -> [T, H, D], zero in padding."""
-  t, d, heads_of = ex.capacity_tokens, ex.wire.head_dim, ex.wire.combine_heads
-  chex.assert_shape(rows, ex.buffer_shape(heads_of))
-  received = to_slots(ex, heads_of, rows, route)
+def combine(ex: Exchange, rows: tuple[jax.Array, ...], route: Route) -> jax.Array:
+  """Sends each token's owner its heads: the stream forms of all chunks -> [T, H, D], zero in padding."""
+  t, d = ex.capacity_tokens, ex.wire.head_dim
+  sites = [ex.wire.combined(chunk) for chunk in range(ex.wire.chunks)]
+  for heads_of, x in zip(sites, rows, strict=True):
+    chex.assert_shape(x, ex.buffer_shape(heads_of))
+  received = _in_turn(ex, list(zip(sites, rows, strict=True)), route)
 
   def whole(degree: int) -> jax.Array:
-    slots = _view(ex, heads_of, received, degree).reshape(degree, t, heads_of(degree), d)
-    return slots.swapaxes(0, 1).reshape(t, ex.wire.result_heads, d)
+    of_chunks = [
+      _view(ex, sites[chunk], received[chunk], degree).reshape(degree, t, sites[chunk](degree), d)
+      for chunk in range(ex.wire.chunk_count(degree))
+    ]
+    return jnp.concatenate(of_chunks, axis=2).swapaxes(0, 1).reshape(t, ex.wire.result_heads, d)
 
   out = lax.switch(route.branch, [functools.partial(whole, p) for p in ex.degrees])
   return _owned(ex, out, route)
@@ -212,23 +232,48 @@ def _combine_fwd(ex, rows, route):
 
 
 def _combine_bwd(ex, route, grad):
-  t, d, heads_of = ex.capacity_tokens, ex.wire.head_dim, ex.wire.combine_heads
+  t, d = ex.capacity_tokens, ex.wire.head_dim
 
-  def slots(degree: int) -> jax.Array:
-    return grad.reshape(t, degree, heads_of(degree), d).swapaxes(0, 1)
+  def moved(chunk: int) -> jax.Array:
+    heads_of = ex.wire.combined(chunk)
 
-  return to_stream(ex, heads_of, _by_degree(ex, heads_of, route, slots), route), None
+    def slots(degree: int) -> jax.Array:
+      each, heads = ex.wire.combine_heads(degree), heads_of(degree)
+      first = chunk * heads
+      return grad.reshape(t, degree, each, d)[:, :, first : first + heads].swapaxes(0, 1)
+
+    return to_stream(ex, heads_of, _by_degree(ex, heads_of, route, slots), route)
+
+  return tuple(map(moved, range(ex.wire.chunks))), None
 
 
 combine.defvjp(_combine_fwd, _combine_bwd)
 
 
-def split_heads(ex: Exchange, rows: jax.Array, degree: int) -> list[jax.Array]:
-  """Returns the operands in dispatched rows, [P*T, heads, D] each, for a rank of this SP degree."""
-  of_rank = ex.wire.rank_heads(degree)
-  tokens = degree * ex.capacity_tokens
-  heads = _view(ex, ex.wire.dispatch_heads, rows, degree).reshape(tokens, sum(of_rank), ex.wire.head_dim)
-  return jnp.split(heads, np.cumsum(of_rank)[:-1], axis=1)
+def _in_turn(ex: Exchange, chunks: Sequence[tuple[HeadsOf, jax.Array]], route: Route) -> list[jax.Array]:
+  """Moves chunks from stream to slots, each when the one before has arrived: so it hides behind a core."""
+  received: list[jax.Array] = []
+  for heads_of, rows in chunks:
+    if received:
+      received[-1], rows = lax.optimization_barrier((received[-1], rows))
+    received.append(to_slots(ex, heads_of, rows, route))
+  return received
+
+
+def split_heads(ex: Exchange, rows: Sequence[jax.Array], degree: int, chunk: int) -> list[jax.Array]:
+  """Returns the operands that a chunk's core works on, [P*T, heads, D] each, for a rank of this SP degree.
+
+  Args:
+    rows: those dispatched of `Exchange.sources`.
+  """
+  of_source = dict(zip(ex.sources(chunk), rows, strict=True))
+  operands = []
+  for operand, source in enumerate(ex.wire.chunk_sources(degree, chunk)):
+    heads = ex.wire.chunk_heads(degree, source)
+    x = _view(ex, ex.wire.dispatched(source), of_source[source], degree)
+    x = x.reshape(degree * ex.capacity_tokens, sum(heads), ex.wire.head_dim)
+    operands.append(jnp.split(x, np.cumsum(heads)[:-1], axis=1)[operand])
+  return operands
 
 
 def join_rows(ex: Exchange, heads_of: HeadsOf, x: jax.Array) -> jax.Array:
@@ -342,7 +387,7 @@ def _dense_move(ex, heads_of, rows, route, stream):
     return join_rows(ex, heads_of, jnp.where(inside[:, None], x[jnp.where(inside, source, 0)], 0))
 
   def moved(degree: int) -> Callable[[], jax.Array]:
-    if degree == 1:
+    if degree == 1 or not heads_of(degree):
       return lambda: rows
     groups = [list(range(i, i + degree)) for i in range(0, ex.span, degree)]
     received = lax.all_to_all(

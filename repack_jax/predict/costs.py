@@ -64,7 +64,7 @@ class Costs:
 
   Attributes:
     cluster: shape and links.
-    wire: what the exchanges of every layer carry.
+    wire: what the exchanges of every layer carry; in chunks as `cluster` says, whatever it was given with.
     layers: first to last.
     linear_backward: backward seconds of everything but attention cores and logits over forward ones; 3 where
       the backward pass recomputes the forward one.
@@ -101,6 +101,7 @@ class Costs:
 
   def __post_init__(self) -> None:
     node_ranks = self.cluster.ranks_per_node
+    object.__setattr__(self, 'wire', self.wire.cut(self.cluster.exchange_chunks))
     require(bool(self.layers), 'Costs.layers', self.layers, 'name at least one layer')
     require(
       self.expert_ranks in (1, node_ranks), 'Costs.expert_ranks', self.expert_ranks,
@@ -175,8 +176,12 @@ class Costs:
   # --- links --------------------------------------------------------------------------------------------
 
   def exchange_s(self, degree: int) -> float:
-    """Returns seconds per token of a rank in a balanced group: both exchanges of a layer, without latency."""
-    return self._peers_s(degree, float(self.wire.bytes_per_peer(degree)))
+    """Returns seconds per token of a rank in a balanced group: the exchanges of a layer, without latency.
+
+    In chunks those of the first dispatch and the last combine, as if the core hid all others.
+    """
+    heads = sum(self.wire.shown_heads(degree))
+    return self._peers_s(degree, float(heads * self.wire.head_dim * self.wire.itemsize))
 
   def dense_site_s(self, degree: int, heads: int) -> float:
     """Returns seconds of the all-to-all of one SP degree in a site of a dense exchange, latency included.

@@ -7,13 +7,14 @@ says of them, so this is all that the simulator and the planner need to know of 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, SOLO, Plan
 from repack_jax.plan.program import Program
+from repack_jax.plan.wire import HeadsOf
 from repack_jax.predict.costs import Costs, LayerCosts, OfLengths, halo_peers, link_s
 
 
@@ -98,8 +99,10 @@ class LayoutTimes:
     meets: ranks that wait for each other at either site (`ClusterConfig.exchange_meets`).
     crosses: whether the rank's group lies on several nodes, bool.
     cores: of each attention function of the layers in this layout.
-    dispatch_s, combine_s: the attention's exchanges; equal within a group, latency included.
-    result_heads: that a rank of the group works on.
+    dispatch_s, combine_s: the attention's exchanges, float64 [chunks, num_ranks]; equal within a group,
+      latency included.
+    core_share: the share of a group's core that each chunk is, float64 [chunks, num_ranks].
+    solo_share: that of the solo samples' core, float64 [chunks].
     routed_tokens: tokens whose experts' work is the rank's.
     expert_exchange_s: one exchange of the experts; equal within a node.
     attention, experts: bytes of two exchanges of either, there and back.
@@ -117,7 +120,8 @@ class LayoutTimes:
   cores: dict[OfLengths, Core]
   dispatch_s: np.ndarray
   combine_s: np.ndarray
-  result_heads: np.ndarray
+  core_share: np.ndarray
+  solo_share: np.ndarray
   routed_tokens: np.ndarray
   expert_exchange_s: np.ndarray
   attention: Traffic
@@ -125,6 +129,19 @@ class LayoutTimes:
   halos: dict[int, Halo] = dataclasses.field(default_factory=dict)
   move_s: np.ndarray | None = None
   move: Traffic | None = None
+
+  def stages(self, core: Core) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+    """Yields, for each chunk between the first dispatch and the last combine, what goes on at once.
+
+    Seconds, float64 [num_ranks] each: (the group's core; the solo samples'; the exchanges beside them, which
+    are the next chunk's dispatch and the last one's combine, None where there is neither).
+    """
+    last = len(self.core_share) - 1
+    for chunk, share in enumerate(self.core_share):
+      beside = [self.dispatch_s[chunk + 1]] if chunk < last else []
+      beside += [self.combine_s[chunk - 1]] if chunk else []
+      solo_s = core.solo_s * self.solo_share[chunk]
+      yield core.group_s * share, solo_s, np.sum(beside, axis=0) if beside else None
 
 
 @dataclass(frozen=True)
@@ -207,8 +224,10 @@ def _by_halo(plan: Plan, costs: Costs, program: Program, times: LayoutTimes) -> 
       for attention_s, core in times.cores.items()
     },
     crosses=across > 0,
-    dispatch_s=zeros,
-    combine_s=zeros,
+    dispatch_s=zeros[None],
+    combine_s=zeros[None],
+    core_share=np.ones((1, plan.num_ranks)),
+    solo_share=np.ones(1),
     attention=Traffic(zeros, zeros),
     halos={tokens: halo(tokens) for tokens in needed if tokens is not None},
   )
@@ -241,18 +260,17 @@ def _share_s(plan: Plan, attention_s: OfLengths, halo_queries: int) -> np.ndarra
 
 def _layout_times(plan: Plan, costs: Costs, program: Program, layout: str, shared: np.ndarray) -> LayoutTimes:
   """Times where the ranks hold these tokens of their groups' streams."""
-  wire, groups = costs.wire, plan.groups(layout)
+  wire, groups = costs.wire.fitted(program.degrees(layout)), plan.groups(layout)
   tiling = Tiling.at(np.array([group.first_rank for group in groups]), plan.num_ranks)
   degree = np.array([group.size if group.samples else 1 for group in groups])[tiling.of]
   tokens = shared.astype(np.float64)
   sent = -(-tokens // plan.row_tokens) * plan.row_tokens  # whole rows travel, padding and all
   span = program.span(layout)
   if costs.cluster.exchange == 'dense':
-    crosses, sites_s = np.full(plan.num_ranks, span > plan.ranks_per_node), _dense_s(costs, program, layout)
-    dispatch_s, combine_s = (np.full(plan.num_ranks, seconds) for seconds in sites_s)
+    crosses, site_s = np.full(plan.num_ranks, span > plan.ranks_per_node), _dense_s(costs, program, layout)
   else:
-    crosses = degree > plan.ranks_per_node
-    dispatch_s, combine_s = _ragged_s(plan, costs, span, tiling, degree, sent)
+    crosses, site_s = degree > plan.ranks_per_node, _ragged_s(plan, costs, span, tiling, degree, sent)
+  counts, alone = _of_degrees(wire.chunk_count, degree), wire.chunk_count(1)
   held = tokens + (plan.rank_tokens - plan.shared_tokens)
   routed, expert_s, expert_bytes = _expert_times(plan, costs, held)
   return LayoutTimes(
@@ -264,9 +282,10 @@ def _layout_times(plan: Plan, costs: Costs, program: Program, layout: str, share
     else tiling,
     crosses=crosses,
     cores=_cores(plan, costs, layout, tiling.of),
-    dispatch_s=dispatch_s,
-    combine_s=combine_s,
-    result_heads=wire.combine_heads(degree),
+    dispatch_s=np.stack([site_s(wire.dispatched(chunk)) for chunk in range(wire.chunks)]),
+    combine_s=np.stack([site_s(wire.combined(chunk)) for chunk in range(wire.chunks)]),
+    core_share=np.stack([(chunk < counts) / counts for chunk in range(wire.chunks)]),
+    solo_share=np.array([1 / alone if chunk < alone else 0.0 for chunk in range(wire.chunks)]),
     routed_tokens=routed,
     expert_exchange_s=expert_s,
     attention=Traffic(*costs.exchange_bytes(program, layout, sent, degree)),
@@ -274,10 +293,18 @@ def _layout_times(plan: Plan, costs: Costs, program: Program, layout: str, share
   )
 
 
+def _of_degrees(of: HeadsOf, degree: np.ndarray) -> np.ndarray:
+  """Applies a function of one SP degree to many, of which few differ."""
+  known, place = np.unique(degree, return_inverse=True)
+  return np.array([of(int(one)) for one in known])[place]
+
+
 def _ragged_s(
   plan: Plan, costs: Costs, span: int, groups: Tiling, degree: np.ndarray, sent: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-  """Seconds of dispatch and of combine, [num_ranks] each; a link is as slow as who sends or receives most.
+) -> Callable[[HeadsOf], np.ndarray]:
+  """Seconds of an exchange by the heads that it sends, [num_ranks].
+
+  A link is as slow as who sends or receives most.
 
   Args:
     span: ranks that the exchange spans.
@@ -293,24 +320,29 @@ def _ragged_s(
   inter = np.maximum(sent * (degree - local), of_group - near)
   latency_s = costs.site_latency_s(np.full(len(degree), span) if cluster.span_meets else degree)
 
-  def site_s(heads: np.ndarray) -> np.ndarray:
+  def site_s(heads_of: HeadsOf) -> np.ndarray:
+    heads = _of_degrees(heads_of, degree)
     row_bytes = heads * wire.itemsize * wire.head_dim
     seconds = np.maximum(
       intra * row_bytes / cluster.intra_node_bytes_per_s, inter * row_bytes / cluster.inter_node_bytes_per_s
     )
-    return latency_s + groups.max(seconds)
+    # Of a chunk that its group does not have, a rank need not take part but for the others of the span.
+    return groups.max(seconds) + np.where((heads > 0) | cluster.span_meets, latency_s, 0.0)
 
-  return site_s(wire.dispatch_heads(degree)), site_s(wire.combine_heads(degree))
+  return site_s
 
 
-def _dense_s(costs: Costs, program: Program, layout: str) -> tuple[float, float]:
-  """Seconds of dispatch and of combine, the same on all ranks: of each degree that the program knows."""
-  wire, slots = costs.wire, program.capacity_tokens
+def _dense_s(costs: Costs, program: Program, layout: str) -> Callable[[HeadsOf], np.ndarray]:
+  """As `_ragged_s`, the same on all ranks: of each degree that the program knows."""
+  known, slots = program.degrees(layout), program.capacity_tokens
 
-  def site_s(heads_of: Callable[[int], int]) -> float:
-    return sum(costs.dense_site_s(degree, slots * heads_of(degree)) for degree in program.degrees(layout))
+  def site_s(heads_of: HeadsOf) -> np.ndarray:
+    sent = {degree: slots * heads_of(degree) for degree in known if heads_of(degree)}
+    return np.full(
+      costs.cluster.num_ranks, sum(costs.dense_site_s(degree, heads) for degree, heads in sent.items())
+    )
 
-  return site_s(wire.dispatch_heads), site_s(wire.combine_heads)
+  return site_s
 
 
 def _expert_times(plan: Plan, costs: Costs, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -380,15 +412,19 @@ def _layer_s(times: PlanTimes, costs: Costs, layer: LayerCosts, backward: bool) 
   of, core = times.layouts[layer.layout], times.core(layer)
   linear = costs.linear_backward if backward else 1.0
   of_core = costs.attention_backward if backward else 1.0
-  attention = of.dispatch_s + of_core * core.group_s
   solo = of_core * core.solo_s
   halo = times.halo(layer)
   if halo is not None:
-    attention = attention + solo + (0.0 if backward else halo.seconds)
-  elif costs.cluster.span_meets:
-    attention = of.meets.max(attention + solo) + of.combine_s
+    attention = of_core * core.group_s + solo + (0.0 if backward else halo.seconds)
   else:
-    attention = attention + of.combine_s + solo
+    attention = of.dispatch_s[0]
+    for group_s, solo_s, beside_s in of.stages(core):
+      computed = attention + of_core * (group_s + solo_s * costs.cluster.span_meets)
+      attention = computed if beside_s is None else np.maximum(computed, of.meets.max(attention) + beside_s)
+    if costs.cluster.span_meets:
+      attention = of.meets.max(attention) + of.combine_s[-1]
+    else:
+      attention = attention + of.combine_s[-1] + solo
   experts = np.zeros(len(solo))
   if layer.has_experts:
     exchanges_s = 2 * costs.expert_round_trips[backward] * of.expert_exchange_s

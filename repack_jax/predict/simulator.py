@@ -91,7 +91,6 @@ def simulate(
   *,
   programs: Sequence[Program] | None = None,
   redistribute: bool = False,
-  exchange_chunks: int = 1,
   spans: bool = False,
 ) -> Simulated:
   """Returns an optimizer step as it is played: each plan's micro-batch forward and backward, then the update.
@@ -99,11 +98,9 @@ def simulate(
   Args:
     programs: what runs each plan; by default one made for it.
     redistribute: layers in parents' layout run in one of their own, reached by a pass (`plan_times`).
-    exchange_chunks: attention's exchanges are cut into this many chunks of heads (fewer where a rank
-      has fewer) that overlap its core; the training step does not, which is 1.
     spans: also record every span of every rank, for pictures.
   """
-  player = _Player(costs, exchange_chunks, spans)
+  player = _Player(costs, spans)
   of_plans: Sequence[Program | None] = programs or [None] * len(plans)
   for number, (plan, program) in enumerate(zip(plans, of_plans, strict=True)):
     player.micro_batch = number
@@ -162,9 +159,8 @@ class _Parameters:
 class _Player:
   """The clocks of a step, and where their time went."""
 
-  def __init__(self, costs: Costs, exchange_chunks: int, spans: bool):
+  def __init__(self, costs: Costs, spans: bool):
     self.costs, self.cluster = costs, costs.cluster
-    self.exchange_chunks = exchange_chunks
     self.ranks = self.cluster.num_ranks
     self.clock = np.zeros(self.ranks)
     self.seconds = {cause: np.zeros(self.ranks) for cause in CAUSES}
@@ -300,31 +296,27 @@ class _Player:
   def _attention(self, times: PlanTimes, layer: LayerCosts, core_factor: float) -> None:
     of, core = times.layouts[layer.layout], times.core(layer)
     attention, exchange = ATTENTION[layer.layout], EXCHANGE[layer.layout]
-    core_s = core_factor * core.group_s
-    solo_s = core_factor * core.solo_s
     halo = times.halo(layer)
     if halo is not None:
-      self._halo(of, layer, halo, core_s + solo_s)
+      self._halo(of, layer, halo, core_factor * (core.group_s + core.solo_s))
       return
     self.meet(f'wait: {exchange}', of.meets)
-    if self.exchange_chunks == 1:
-      self._exchange(exchange, of, of.dispatch_s)
-      self.work(attention, core_s)
+    self._exchange(exchange, of, of.dispatch_s[0])
+    for group_s, solo_s, beside_s in of.stages(core):
+      begin_s = of.meets.max(self.clock)
+      self.work(attention, core_factor * group_s)
       if self.cluster.span_meets:
-        self.work(attention, solo_s)
-        self.meet(f'wait: {exchange}', of.meets)
-        self._exchange(exchange, of, of.combine_s)
-      else:
-        self._exchange(exchange, of, of.combine_s)
-        self.work(attention, solo_s)
-    else:
-      # A pipeline over chunks of heads whose exchanges share the link: the slower of link and core decides.
-      chunks = np.minimum(self.exchange_chunks, of.result_heads)
-      sites_s = of.dispatch_s + of.combine_s
-      longest = np.maximum(core_s, sites_s)
-      self.work(attention, core_s)
-      self.work(exchange, longest + (core_s + sites_s - longest) / chunks - core_s)
-      self.work(attention, solo_s)
+        self.work(attention, core_factor * solo_s)
+      if beside_s is not None:
+        # Exchanges of other chunks go on meanwhile, from when all are there.
+        beside_s = self._beside_parameters(of, beside_s, begin_s)
+        self.add(f'wait: {exchange}', np.maximum(0, begin_s - self.clock))
+        self.add(exchange, np.maximum(0, begin_s + self.alike * beside_s - self.clock))
+    if self.cluster.span_meets:
+      self.meet(f'wait: {exchange}', of.meets)
+    self._exchange(exchange, of, of.combine_s[-1])
+    if not self.cluster.span_meets:
+      self.work(attention, core_factor * core.solo_s)
     self._count(exchange, of.attention.intra, of.attention.inter)
 
   def _halo(self, of: LayoutTimes, layer: LayerCosts, halo: Halo, core_s: np.ndarray) -> None:
@@ -342,14 +334,23 @@ class _Player:
     self._count(exchange, halo.sent.intra, halo.sent.inter)
 
   def _exchange(self, cause: str, of: LayoutTimes, seconds: np.ndarray) -> None:
-    """One site. Between nodes it shares the link with the collectives of parameters that run meanwhile."""
-    if self.cluster.share_inter_node_link and self.cluster.prefetch_layers and of.crosses.any():
-      # Both have half the link until one of the two is done: each takes as much longer as the other runs.
-      shared_s = np.where(of.crosses, seconds, 0.0)
-      busy_s = np.maximum(0, np.repeat(self.parameters.free_s, self.cluster.domain_ranks) - self.clock)
-      seconds = seconds + np.minimum(shared_s, busy_s)
-      self.parameters.share(self.clock, shared_s, self.domain_starts)
-    self.work(cause, seconds)
+    """An exchange that every rank waits for."""
+    self.work(cause, self._beside_parameters(of, seconds, self.clock))
+
+  def _beside_parameters(self, of: LayoutTimes, seconds: np.ndarray, begin_s: np.ndarray) -> np.ndarray:
+    """What exchanges last that share the link between nodes with collectives of parameters.
+
+    Args:
+      seconds: what they last with the whole link, [num_ranks].
+      begin_s: when each rank's begin, [num_ranks].
+    """
+    if not (self.cluster.share_inter_node_link and self.cluster.prefetch_layers and of.crosses.any()):
+      return seconds
+    # Both have half the link until one of the two is done: each takes as much longer as the other runs.
+    shared_s = np.where(of.crosses, seconds, 0.0)
+    busy_s = np.maximum(0, np.repeat(self.parameters.free_s, self.cluster.domain_ranks) - begin_s)
+    self.parameters.share(begin_s, shared_s, self.domain_starts)
+    return seconds + np.minimum(shared_s, busy_s)
 
   def _experts(self, times: PlanTimes, of: LayoutTimes, per_token_s: float) -> None:
     if self.costs.expert_ranks > 1:

@@ -58,14 +58,16 @@ def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfi
   """
   itemsize = DTYPE_BYTES[model.compute_dtype]
   tokens = planner.capacity_tokens
-  wire = model.wire
-  degrees = allowed_sp_degrees(cluster, wire, planner)
-  widest = degrees[-1]
+  degrees = allowed_sp_degrees(cluster, model.wire, planner)
+  wire = model.wire.cut(cluster.exchange_chunks).fitted(degrees)
   # What is sent and what arrives; dense exchanges receive at each degree.
   buffers = 1 + (len(degrees) - 1 if cluster.exchange == 'dense' else 1)
   # Elements that a token has: before dispatch, behind it with all peers, and in the core's result.
   operands, result = sum(wire.operand_heads) * wire.head_dim, wire.result_heads * wire.head_dim
-  rows = wire.dispatch_heads(widest) * widest * wire.head_dim
+  rows = sum(
+    max(wire.dispatched(chunk)(degree) * degree for degree in degrees) for chunk in range(wire.chunks)
+  )
+  rows *= wire.head_dim
   # By halo, keys and values stand once more behind those that a rank gets; not all plans run so.
   halo = _halo_elements(model, planner)
   k = model.experts_per_token if model.num_experts else 0

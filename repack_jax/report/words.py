@@ -39,7 +39,9 @@ def describe_rates(run: RunConfig) -> str:
     f'parameters gathered {count(cluster.prefetch_layers, "layer")} ahead'
     if cluster.prefetch_layers
     else 'parameters gathered as they are needed',
-    f'{cluster.exchange} exchanges, which are meetings of '
+    f'{cluster.exchange} exchanges'
+    + (f' in up to {cluster.exchange_chunks} chunks of heads' if cluster.exchange_chunks > 1 else '')
+    + ', which are meetings of '
     + ('all ranks that they span' if cluster.span_meets else 'their groups'),
   ]
   return '; '.join(parts)

@@ -263,7 +263,9 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
   attention = 1.0 + costs.attention_backward
   degrees = 2 ** np.arange(cluster.domain_ranks.bit_length())
   shared = np.minimum(degrees, costs.wire.result_heads)
-  peer_bytes, combine_heads = 2.0 * costs.wire.bytes_per_peer(shared), costs.wire.combine_heads(shared)
+  # Of exchanges in chunks those that no core hides, as if cores were long enough to hide all others.
+  shown_heads = np.array([costs.wire.shown_heads(p) for p in shared.tolist()], np.float64)
+  peer_bytes = 2.0 * shown_heads.sum(axis=1) * costs.wire.head_dim * costs.wire.itemsize
   routed_s = sum(layer.routed_s for layer in layers) / len(layers)
   parents_s, children_s = (attention * costs.attention_s(tokens, layout) for layout in (PARENTS, CHILDREN))
   parents_layers, children_layers = (costs.layers_in(layout) for layout in (PARENTS, CHILDREN))
@@ -299,7 +301,7 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
     latency_s=latency_s,
     span_latency_s=span_latency_s,
     dense_s=_dense_s(capacity_tokens, shared, costs) if dense else np.zeros(len(degrees)),
-    second_site=combine_heads / (costs.wire.dispatch_heads(shared) + combine_heads),
+    second_site=shown_heads[:, 1] / shown_heads.sum(axis=1),
     span_meets=cluster.span_meets,
     own_s=costs.slot_s,
     routed_s=both * routed_s,
@@ -315,9 +317,11 @@ def _problem(tokens: np.ndarray, capacity_tokens: int, costs: Costs) -> Problem:
 
 def _dense_s(capacity_tokens: int, degrees: np.ndarray, costs: Costs) -> np.ndarray:
   """Seconds that each SP degree adds to a layer with dense exchanges, both passes, float64 [degrees]."""
-  sites = costs.wire.dispatch_heads, costs.wire.combine_heads
-  site_s = [[costs.dense_site_s(p, capacity_tokens * of(p)) for p in degrees.tolist()] for of in sites]
-  return 2 * np.sum(site_s, axis=0)
+  sites_s = [
+    [costs.dense_site_s(p, capacity_tokens * heads) for heads in costs.wire.shown_heads(p)]
+    for p in degrees.tolist()
+  ]
+  return 2 * np.sum(sites_s, axis=1)
 
 
 def _by_halo(problem: Problem, costs: Costs) -> Problem:

@@ -43,8 +43,8 @@ def exact(
 
   Raises:
     ValueError: for several domains, another mode, layers that may run by halo, rows of several tokens,
-      exchanges that meet in their whole span, no samples, or samples that do not fit one micro-batch, or were
-      not made to within the limit; SampleTooLong and PlanError as `solve`.
+      exchanges in chunks or that meet in their whole span, no samples, or samples that do not fit one
+      micro-batch, or were not made to within the limit; SampleTooLong and PlanError as `solve`.
   """
   lengths = np.asarray(lengths, np.int64)
   if costs.cluster.domains != 1:
@@ -59,6 +59,11 @@ def exact(
   if costs.wire.row_tokens(costs.degrees(config)[-1], row_bytes) > 1:
     raise ValueError(
       f'ClusterConfig.wire_row_bytes = {row_bytes}: exact plans are of rows of one token; set 1'
+    )
+  if costs.cluster.exchange_chunks > 1:
+    raise ValueError(
+      f'ClusterConfig.exchange_chunks = {costs.cluster.exchange_chunks}: exact plans are of whole exchanges; '
+      'set 1'
     )
   if costs.cluster.span_meets:
     raise ValueError(

@@ -33,6 +33,7 @@ class Implementations:
     exchange: `ragged` or `dense`.
     grouped: products of experts, as `grouped_matmul` takes it; '' where there are no experts.
     expert_ranks: ranks of a node that the experts are spread over, 1 where each rank has them all.
+    exchange_chunks: chunks of heads that exchanges are cut into at most.
     prefetch_layers: layers ahead of its use that a layer's parameters are gathered.
   """
 
@@ -40,6 +41,7 @@ class Implementations:
   exchange: str
   grouped: str
   expert_ranks: int
+  exchange_chunks: int
   prefetch_layers: int
 
   @classmethod
@@ -58,6 +60,7 @@ class Implementations:
       attention=choose_attention(train.attention, platform, attention_cases(run)),
       grouped=choose_grouped(train.grouped, platform) if model.num_experts else '',
       expert_ranks=expert_ranks(model, run.cluster),
+      exchange_chunks=run.cluster.exchange_chunks,
       prefetch_layers=ahead,
     )
 
@@ -68,7 +71,9 @@ def attention_cases(run: RunConfig) -> list[AttentionCase]:
   heads = model.num_heads, model.num_kv_heads, model.head_dim
   kinds = [model.kind(letter) for letter in dict.fromkeys(model.layer_kinds)]
   alone = [AttentionCase(kind, model.compute_dtype, tokens, *heads) for kind in kinds]
-  cases = [lone.at_degree(degree) for lone in alone for degree in run.sp_degrees]
+  # Whole, where a program has too few heads or no wide groups, and in chunks.
+  cuts = {1, run.cluster.exchange_chunks}
+  cases = [lone.at_degree(degree, cut) for lone in alone for degree in run.sp_degrees for cut in cuts]
   if run.planner.sparse_exchange == 'ulysses':
     return cases
   most = MOST_HALO_HOPS * tokens
@@ -89,5 +94,6 @@ class StepContext:
     """Returns attention of a layer of this kind: q [T, H, D], k and v [T, K, D] -> [T, H, D]."""
     chosen = self.chosen
     return repacked_attention(
-      kind, q, k, v, batch, self.program, DOMAIN_AXES, chosen.attention, chosen.exchange
-    )
+      kind, q, k, v, batch, self.program, DOMAIN_AXES, chosen.attention, chosen.exchange,
+      chosen.exchange_chunks,
+    )  # fmt: skip

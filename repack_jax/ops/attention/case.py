@@ -38,8 +38,12 @@ class AttentionCase:
     tokens, heads, head_dim = q.shape
     return cls(kind, q.dtype.name, tokens, heads, k.shape[1], head_dim, k.shape[0] - tokens)
 
-  def at_degree(self, degree: int) -> AttentionCase:
-    """Returns what a rank in a group of `degree` ranks is asked for, where this is what a lone rank is."""
-    wire = self.kind.wire(self.heads, self.kv_heads, self.head_dim, self.dtype)
-    heads, kv_heads, _ = wire.rank_heads(degree)
+  def at_degree(self, degree: int, chunks: int = 1) -> AttentionCase:
+    """Returns what a rank in a group of `degree` ranks is asked for, where this is what a lone rank is.
+
+    Args:
+      chunks: that exchanges are cut into at most.
+    """
+    wire = self.kind.wire(self.heads, self.kv_heads, self.head_dim, self.dtype).cut(chunks)
+    heads, kv_heads, _ = wire.chunk_heads(degree, 0)  # the first chunk brings all that its core works on
     return dataclasses.replace(self, tokens=degree * self.tokens, heads=heads, kv_heads=kv_heads)
