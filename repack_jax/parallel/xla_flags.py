@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
+from repack_jax.config.cluster import ClusterConfig
+
 log = logging.getLogger(__name__)
 
 
@@ -30,29 +32,31 @@ GPU_FLAGS = {
     '4', 'collectives of parameters and exchanges wait for each other'
   ),
 }
-# By default a TPU v5p has all collectives of parameters in line. Its SparseCores can do them beside products;
-# the ones of several dimensions are those across nodes.
+# By default these TPUs have all collectives in line. Their SparseCores can do them beside products; the ones of
+# several dimensions are those across nodes.
+_SPARSE_CORE_KINDS = ('TPU v5', 'TPU v5p', 'TPU v6 lite')
 _SPARSE_CORES = 'xla_tpu_enable_sparse_core_collective_offload_'
-V5P_OPTIONS = {
-  _SPARSE_CORES + name: 'true'
-  for name in ('all_gather', '2d_all_gather', '3d_all_gather', 'reduce_scatter', 'nd_reduce_scatter')
-}
+_OF_PARAMETERS = ('all_gather', '2d_all_gather', '3d_all_gather', 'reduce_scatter', 'nd_reduce_scatter')
+_OF_EXCHANGES = ('ragged_all_to_all',)
 _SPELLINGS = {'1': 'true', '0': 'false'}
 
 
-def compiler_options(device_kind: str, prefetch_layers: int) -> dict[str, str]:
-  """Returns what XLA is told when it compiles a micro-batch, so that what is gathered ahead runs beside it.
+def compiler_options(device_kind: str, cluster: ClusterConfig) -> dict[str, str]:
+  """Returns what XLA is told when it compiles a micro-batch, so that collectives run beside it.
+
+  Just those that have something to run beside: parameters gathered ahead, and exchanges in chunks.
 
   Args:
     device_kind: JAX's name of the devices.
-    prefetch_layers: as in `ClusterConfig`; in line nothing would run beside.
   """
-  options = V5P_OPTIONS if prefetch_layers and device_kind in ('TPU v5', 'TPU v5p') else {}
+  if device_kind not in _SPARSE_CORE_KINDS:
+    return {}
+  names = _OF_PARAMETERS if cluster.prefetch_layers else ()
+  names += _OF_EXCHANGES if cluster.exchange_chunks > 1 else ()
+  options = {_SPARSE_CORES + name: 'true' for name in names}
   if options:
-    log.info(
-      'for parameters gathered ahead on %s: %s', device_kind, ' '.join(f'{k}={v}' for k, v in options.items())
-    )
-  return dict(options)
+    log.info('to the SparseCores of %s: %s', device_kind, ' '.join(f'{k}={v}' for k, v in options.items()))
+  return options
 
 
 def with_gpu_flags(flags: str) -> str:

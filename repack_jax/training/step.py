@@ -130,7 +130,7 @@ class TrainStep:
       static_argnames=('program',),
       donate_argnames=('sums',),
       out_shardings=self._sums_shardings,
-      compiler_options=compiler_options(mesh.devices.flat[0].device_kind, run.cluster.prefetch_layers),
+      compiler_options=compiler_options(mesh.devices.flat[0].device_kind, run.cluster),
     )
     self._update = jax.jit(
       self._traced_update,
