@@ -426,3 +426,17 @@ def test_local_ranks_that_are_no_neighbours_are_found():
   assert not rules.placement_check([box, [(0, i, 0, 0, 0) for i in range(0, 8, 2)]]).passed
   assert rules.placement_check([[(0,)] * 8, [(1,)] * 8]).passed
   assert not rules.placement_check([[(0,)] * 4 + [(1,)] * 4]).passed
+
+
+def test_sparse_cores_get_what_has_something_to_run_beside():
+  """On v5p and v6e, where collectives are in line by default: parameters ahead, and exchanges in chunks."""
+  for kind, ahead, chunks, expected in (
+    ('TPU v5', 1, 1, {'all_gather', '2d_all_gather', '3d_all_gather', 'reduce_scatter', 'nd_reduce_scatter'}),
+    ('TPU v6 lite', 0, 2, {'ragged_all_to_all'}),
+    ('TPU v5p', 0, 1, set()),
+    ('TPU7x', 1, 2, set()),
+    ('NVIDIA H200', 1, 2, set()),
+  ):
+    options = xla_flags.compiler_options(kind, ClusterConfig(prefetch_layers=ahead, exchange_chunks=chunks))
+    assert {name.rpartition('offload_')[2] for name in options} == expected
+    assert set(options.values()) <= {'true'}

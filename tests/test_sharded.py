@@ -1,5 +1,6 @@
 """Parameters in shards: whole for a layer, gradients back to the shards, small ones in one buffer."""
 
+import dataclasses
 import functools
 
 import jax
@@ -29,12 +30,15 @@ TABLE = {
 }
 
 
+@pytest.mark.parametrize('at_once', [False, True])
 @pytest.mark.parametrize('expert_ranks', [1, 2])
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16], ids=['float32', 'bfloat16'])
-def test_there_and_back(dtype, expert_ranks):
+def test_there_and_back(dtype, expert_ranks, at_once):
   mesh, rng = make_mesh(run_config(4).cluster), np.random.default_rng(0)  # 2 nodes of 2
   values = jax.tree.map(lambda weight: rng.integers(-9, 9, weight.shape).astype(np.float32), TABLE)
   placed = shard(TABLE, values, expert_ranks, mesh)
+  assert not any(leaf.at_once for leaf in jax.tree.leaves(placed))  # on TPUs alone
+  placed = jax.tree.map(lambda leaf: dataclasses.replace(leaf, at_once=at_once), placed)
   grads = jax.tree.map(lambda x: rng.integers(-9, 9, (4, *x.shape)).astype(np.float32), values)
 
   def own(grad: jax.Array, weight: Weight) -> jax.Array:
@@ -80,9 +84,10 @@ def test_there_and_back(dtype, expert_ranks):
     jax.tree.map(check_gradients, found, grads, TABLE)
   # A buffer of each dtype, and one of experts where they are spread, over one axis less.
   several = 1 if dtype == jnp.float32 else 2
+  buffers = several + (expert_ranks > 1)
   expected = 2 * several + (expert_ranks > 1)
   jaxpr = jax.make_jaxpr(run)(shards, grads).jaxpr
-  assert len(equations(jaxpr, 'all_gather')) == expected
+  assert len(equations(jaxpr, 'all_gather')) == (buffers if at_once else expected)
   assert len(equations(jaxpr, 'reduce_scatter')) == 2 * expected  # ours, and those of autodiff
   # Each of fewer elements than a tile has, and so padded to one.
-  assert buffer_elements(placed, dtype, mesh) == [8 * 128] * (several + (expert_ranks > 1))
+  assert buffer_elements(placed, dtype, mesh) == [8 * 128] * buffers

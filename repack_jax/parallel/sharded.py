@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -35,16 +35,18 @@ class Sharded:
     weight: what it is.
     stacked: leading axes along which the weights of alike layers are stacked.
     spec: its sharding, leading axes included.
+    at_once: it is gathered over all its axes in one collective, rather than over one after the other.
   """
 
   weight: Weight
   stacked: int
   spec: PartitionSpec
+  at_once: bool
 
   @property
   def of_layer(self) -> Sharded:
     """Returns the same for one layer of a stack."""
-    return Sharded(self.weight, 0, PartitionSpec(*self.spec[self.stacked :]))
+    return replace(self, stacked=0, spec=PartitionSpec(*self.spec[self.stacked :]))
 
   @property
   def axes(self) -> list[tuple[str, ...]]:
@@ -68,12 +70,15 @@ def shard(declared: Tree, shapes: Tree, expert_ranks: int, mesh: Mesh) -> Tree:
     expert_ranks: ranks that experts are spread over.
   """
 
+  # A torus has no slow link between nodes, and one collective hides where two in a row would not (compiled).
+  at_once = mesh.devices.flat[0].platform == 'tpu'
+
   def place(weight: Weight, leaf: jax.ShapeDtypeStruct) -> Sharded:
     stacked = len(leaf.shape) - len(weight.shape)
     assert leaf.shape[stacked:] == weight.shape, 'a parameter is not of the shape that its table says'
     spread = expert_ranks > 1 and weight.of_experts
     spec = parameter_spec(weight.shape, 0 if spread else None, mesh)
-    return Sharded(weight, stacked, PartitionSpec(*(None,) * stacked, *spec))
+    return Sharded(weight, stacked, PartitionSpec(*(None,) * stacked, *spec), at_once)
 
   return jax.tree.map(place, declared, shapes)
 
@@ -83,21 +88,32 @@ def specs(placed: Tree) -> Tree:
   return jax.tree.map(lambda leaf: leaf.spec, placed)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
 def _gather(
-  shards: tuple[jax.Array, ...], dimensions: tuple[int, ...], axes: tuple[str, ...], dtype: jnp.dtype
+  shards: tuple[jax.Array, ...],
+  dimensions: tuple[int, ...],
+  axes: tuple[str, ...],
+  at_once: bool,
+  dtype: jnp.dtype,
 ) -> tuple[jax.Array, ...]:
   """Gathers shards along a dimension each: several as one buffer.
 
-  One axis at a time, the minor first: each rank takes a share over the slow link, then all share locally.
-  XLA:TPU makes a reduce-scatter over several axes at once an all-reduce of the whole, twice the bytes.
+  One axis at a time, the minor first: each rank takes a share over the slow link, then all share locally; or
+  over all at once. Gradients are reduced one axis at a time: XLA:TPU makes a reduce-scatter over several at
+  once an all-reduce of the whole, twice the bytes.
   """
+
+  def all_gather(shard: jax.Array, dimension: int) -> jax.Array:
+    for axis in (axes,) if at_once else reversed(axes):
+      shard = lax.all_gather(shard, axis, axis=dimension, tiled=True)
+    return shard
+
   if len(shards) == 1:
-    return (_all_gather(shards[0].astype(dtype), dimensions[0], axes),)
+    return (all_gather(shards[0].astype(dtype), dimensions[0]),)
   flat = _tiled(jnp.concatenate([shard.astype(dtype).reshape(1, -1) for shard in shards], axis=1))
   ranks = lax.axis_size(axes)
   sizes = [shard.size for shard in shards]
-  of_ranks = _all_gather(flat, 0, axes).reshape(ranks, -1)[:, : sum(sizes)]
+  of_ranks = all_gather(flat, 0).reshape(ranks, -1)[:, : sum(sizes)]
   parts = jnp.split(of_ranks, np.cumsum(sizes)[:-1], axis=1)
   whole = []
   for part, shard, dimension in zip(parts, shards, dimensions, strict=True):
@@ -107,17 +123,11 @@ def _gather(
   return lax.optimization_barrier(tuple(whole))
 
 
-def _all_gather(shard: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
-  for axis in reversed(axes):
-    shard = lax.all_gather(shard, axis, axis=dimension, tiled=True)
-  return shard
+def _gather_fwd(shards, dimensions, axes, at_once, dtype):
+  return _gather(shards, dimensions, axes, at_once, dtype), None
 
 
-def _gather_fwd(shards, dimensions, axes, dtype):
-  return _gather(shards, dimensions, axes, dtype), None
-
-
-def _gather_bwd(dimensions, axes, dtype, _, grads):
+def _gather_bwd(dimensions, axes, at_once, dtype, _, grads):
   return (_reduce_scatter(grads, dimensions, axes),)
 
 
@@ -200,7 +210,7 @@ def reduce_parameters(grads: Tree, placed: Tree, dtype: jnp.dtype) -> Tree:
   """
 
   def together(
-    grads: tuple[jax.Array, ...], dimensions: tuple[int, ...], axes: tuple[str, ...], _: jnp.dtype
+    grads: tuple[jax.Array, ...], dimensions: tuple[int, ...], axes: tuple[str, ...], *_: object
   ) -> tuple[jax.Array, ...]:
     return _reduce_scatter(grads, dimensions, axes)
 
@@ -223,15 +233,15 @@ def _in_bundles(tree: Tree, placed: Tree, dtype: jnp.dtype, alone: Callable, tog
 
 def _bundles(
   where: Sequence[Sharded], dtype: DTypeLike
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...], jnp.dtype]]:
-  """What is gathered as one buffer: places among the weights, their dimensions, the axes, the dtype."""
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...], bool, jnp.dtype]]:
+  """What is gathered as one buffer: places among the weights, their dimensions, the axes, how, the dtype."""
   compute_dtype = jnp.dtype(dtype).name
   gathered = [(place, of.weight, *found) for place, of in enumerate(where) if (found := of.gathered())]
   keyed = [((axes, weight.dtype(compute_dtype)), weight) for _, weight, _, axes in gathered]
   for bundle in weights.bundles(keyed):
     (axes, kind), _ = keyed[bundle[0]]
     places, _, dimensions, _ = zip(*(gathered[i] for i in bundle), strict=True)
-    yield places, dimensions, axes, jnp.dtype(kind)
+    yield places, dimensions, axes, where[places[0]].at_once, jnp.dtype(kind)
 
 
 def buffer_elements(placed: Tree, dtype: DTypeLike, mesh: Mesh) -> list[int]:

@@ -32,8 +32,8 @@ GPU_FLAGS = {
     '4', 'collectives of parameters and exchanges wait for each other'
   ),
 }
-# By default these TPUs have all collectives in line. Their SparseCores can do them beside products; the ones of
-# several dimensions are those across nodes.
+# By default these TPUs have all collectives in line. Their SparseCores can do them beside products. Those of
+# several dimensions are across nodes.
 _SPARSE_CORE_KINDS = ('TPU v5', 'TPU v5p', 'TPU v6 lite')
 _SPARSE_CORES = 'xla_tpu_enable_sparse_core_collective_offload_'
 _OF_PARAMETERS = ('all_gather', '2d_all_gather', '3d_all_gather', 'reduce_scatter', 'nd_reduce_scatter')
@@ -51,8 +51,10 @@ def compiler_options(device_kind: str, cluster: ClusterConfig) -> dict[str, str]
   """
   if device_kind not in _SPARSE_CORE_KINDS:
     return {}
-  names = _OF_PARAMETERS if cluster.prefetch_layers else ()
-  names += _OF_EXCHANGES if cluster.exchange_chunks > 1 else ()
+  names = [
+    *(_OF_PARAMETERS if cluster.prefetch_layers else ()),
+    *(_OF_EXCHANGES if cluster.exchange_chunks > 1 else ()),
+  ]
   options = {_SPARSE_CORES + name: 'true' for name in names}
   if options:
     log.info('to the SparseCores of %s: %s', device_kind, ' '.join(f'{k}={v}' for k, v in options.items()))

@@ -15,6 +15,8 @@ from repack_jax.plan.plan import CHILDREN, MOST_HALO_HOPS
 from repack_jax.plan.wire import DTYPE_BYTES
 
 GRADIENT_BYTES = 4  # of a weight, float32 whatever the compute dtype
+# What autodiff keeps of a layer over the operands of its products: a larger config, compiled for H200.
+_KEPT_OVER_OPERANDS = 2.6
 _STATE_BYTES = 20  # float32 each: weight, two moments, a micro-batch's gradient, the sum of gradients
 
 
@@ -52,9 +54,9 @@ def total_parameters(model: ModelConfig) -> int:
 def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfig) -> dict[str, int]:
   """Returns bytes a rank needs at its full capacity, by purpose. An estimate: compilers keep what they like.
 
-  Activations are those that the backward pass reads: with `remat = 'none'` each product's operands, with
-  `layer` a layer's input and what the exchanges moved (`layer_and_experts`: those of attention alone), plus
-  one layer's own while it is recomputed.
+  Activations are those that the backward pass reads: with `remat = 'none'` 2.6 times each product's operands,
+  with `layer` a layer's input and what the exchanges moved (`layer_and_experts`: those of attention alone),
+  plus one layer's own while it is recomputed.
   """
   itemsize = DTYPE_BYTES[model.compute_dtype]
   tokens = planner.capacity_tokens
@@ -87,7 +89,7 @@ def rank_bytes(model: ModelConfig, cluster: ClusterConfig, planner: PlannerConfi
 
   layers = range(model.num_layers)
   if model.remat == 'none':
-    kept = sum(all_of(layer) for layer in layers)
+    kept = int(_KEPT_OVER_OPERANDS * sum(all_of(layer) for layer in layers))
   else:
     of_experts = received if model.remat == 'layer' else 0
     kept = sum(
