@@ -3,8 +3,8 @@
     python train.py --config configs/tiny_cpu.gin
     python train.py --config configs/tiny_cpu.gin --set 'TrainConfig.steps=20' --workdir runs/mine
 
-A workdir that holds a checkpoint is resumed. Exit codes: 0 done, 2 a mistake in the config or the data,
-130 or 143 stopped by Ctrl-C or SIGTERM after saving a checkpoint.
+A workdir that holds a checkpoint is resumed. Exit codes: 0 done, 2 a mistake in the config or the data, 3
+the loss or its gradients were not finite, 130 or 143 stopped by Ctrl-C or SIGTERM after saving a checkpoint.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ if TYPE_CHECKING:  # JAX starts only when the config has said how many devices t
   from repack_jax.training.pages import PlanPages
   from repack_jax.training.planned_steps import PlannedStep
 
+DIVERGED = 3  # exit code
+
 log = logging.getLogger('train')
 
 
@@ -57,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
     description='Train a hybrid-attention model with layerwise repacking.',
-    epilog='Exit codes: 0 done; 2 a mistake in the config or the data; 130, 143 stopped by a signal, saved.',
+    epilog='Exit codes: 0 done; 2 a mistake in the config or the data; 3 the loss or its gradients were not '
+    'finite; 130, 143 stopped by a signal, saved.',
   )
   add_config_arguments(parser)
   parser.add_argument(
@@ -113,13 +116,15 @@ class Setup:
 def train(run: RunConfig, workdir: Path) -> int:
   """Runs or resumes a run in its workdir; returns the exit code."""
   from repack_jax.training.checkpoints import Checkpoints
-  from repack_jax.training.loop import initial_position, restored_position
+  from repack_jax.training.diverged import write_diverged
+  from repack_jax.training.loop import Diverged, initial_position, restored_position
   from repack_jax.training.metrics import MetricsFile, summary
   from repack_jax.training.pages import PlanPages
   from repack_jax.training.progress import opening
   from repack_jax.training.signals import collected_signals
   from repack_jax.training.workdir import check_workdir, claim_workdir
 
+  diverged = None
   with collected_signals() as stop:
     check_workdir(run, workdir)
     setup = Setup(run)
@@ -133,12 +138,21 @@ def train(run: RunConfig, workdir: Path) -> int:
         log.info('resuming %s after step %d', workdir, position.done)
       pages = PlanPages(run, workdir)
       with contextlib.closing(MetricsFile(workdir / 'metrics.jsonl', position.done)) as metrics:
-        _train_steps(setup, position, checkpoints, metrics, pages, stop)
+        try:
+          _train_steps(setup, position, checkpoints, metrics, pages, stop)
+        except Diverged as error:
+          diverged = error
   stopped = f' (stopped by {stop[0].name}, saved; the same command with --workdir resumes)' if stop else ''
   print(f'\nrun in {workdir}{stopped}\n{summary(metrics.records, setup.index.counts)}')
   if drawn := pages.draw_largest_saving(metrics.records):
     page, what = drawn
     print(f'  {"largest saving":<20}{what}\n  {"its plan":<20}{page}')
+  if diverged is not None:
+    print(
+      f'error: {diverged.describe(run.train)}; its documents are in {write_diverged(workdir, diverged)}',
+      file=sys.stderr,
+    )
+    return DIVERGED
   return 128 + stop[0] if stop else 0
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from repack_jax.commands import command_line
+from repack_jax.files import write_whole
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -71,7 +72,7 @@ def report(title: str, rows: Sequence[Mapping[str, object]], json_file: pathlib.
   print(f'{title}\n' + ', '.join(f'{key} {value}' for key, value in about.items()) + '\n')
   print_table(rows)
   if json_file:
-    json_file.write_text(json.dumps({'machine': about, 'results': list(rows)}, indent=2) + '\n')
+    write_whole(json_file, json.dumps({'machine': about, 'results': list(rows)}, indent=2) + '\n')
 
 
 def print_table(rows: Sequence[Mapping[str, object]]) -> None:

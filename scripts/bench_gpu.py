@@ -36,6 +36,7 @@ from repack_jax.commands import command_line
 from repack_jax.config import DataConfig, ModelConfig, PlannerConfig, RunConfig, TrainConfig
 from repack_jax.config.cluster import ClusterConfig
 from repack_jax.data.samples import Sample
+from repack_jax.files import write_whole
 from repack_jax.kinds import ChunkedAttention, FullAttention, LayerKind, SlidingWindowAttention
 from repack_jax.ops.attention import IMPLEMENTATIONS, AttentionCase, attention, blockwise
 from repack_jax.parallel import mesh
@@ -381,7 +382,7 @@ def show(title: str, rows: list, args: argparse.Namespace, found: Row) -> None:
 
 def write(args: argparse.Namespace, found: Row) -> None:
   if args.json:
-    args.json.write_text(json.dumps(found, indent=2) + '\n')
+    write_whole(args.json, json.dumps(found, indent=2) + '\n')
 
 
 if __name__ == '__main__':

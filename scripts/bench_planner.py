@@ -42,6 +42,7 @@ from planner_measure import COMPARED, Files, Rows, counted, percent, plans_of, s
 
 from repack_jax.commands import command_line
 from repack_jax.data.lengths import read_lengths
+from repack_jax.files import write_whole
 from repack_jax.plan.plan import LAYOUTS, Group, Plan
 from repack_jax.solver import BASELINE, SampleTooLong, Solution
 from repack_jax.solver.bounds import lower_bound_s
@@ -343,7 +344,7 @@ def main() -> None:
     bench_common.print_table(rows)
     sys.stdout.flush()
     if args.json:
-      args.json.write_text(json.dumps({'machine': about, 'results': results}, indent=2) + '\n')
+      write_whole(args.json, json.dumps({'machine': about, 'results': results}, indent=2) + '\n')
 
 
 if __name__ == '__main__':

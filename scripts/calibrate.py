@@ -23,6 +23,7 @@ from measured_rates import Rate, measured_rates
 from repack_jax.commands import command_line
 from repack_jax.config import RunConfig
 from repack_jax.config.gin_files import load
+from repack_jax.files import write_whole
 from repack_jax.parallel import mesh
 
 EMULATED = (
@@ -86,7 +87,7 @@ def main(argv: list[str] | None = None) -> None:
     f'Mesh: {shape}; all ranks worked at the same time.',
     *warnings,
   ]
-  args.output.write_text(gin_text(rates, about), encoding='utf-8')
+  write_whole(args.output, gin_text(rates, about))
   bench_common.report(f'rates of ClusterConfig, mesh {shape}', table_rows(rates, run), args.json)
   print('\n' + '\n'.join([*warnings, f'wrote {args.output}', about[1]]))
 

@@ -50,6 +50,7 @@ from repack_jax.data.batches import Batcher
 from repack_jax.data.index import index_samples
 from repack_jax.data.lengths import length_batches, read_lengths
 from repack_jax.data.sources import open_source
+from repack_jax.files import write_whole
 from repack_jax.parallel import xla_flags
 from repack_jax.plan.plan import CHILDREN, LAYOUTS, PARENTS, Plan
 from repack_jax.plan.program import Program
@@ -284,7 +285,9 @@ def main(argv: Sequence[str] | None = None) -> None:
   passed = report(found['checks'])
   if args.json:
     found['checks'] = [dataclasses.asdict(check) for check in found['checks']]
-    args.json.write_text(json.dumps({'topology': where.name, 'compile_s': seconds, **found}, indent=1) + '\n')
+    write_whole(
+      args.json, json.dumps({'topology': where.name, 'compile_s': seconds, **found}, indent=1) + '\n'
+    )
   if not passed:
     sys.exit(1)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ FIELDS = {
   'compile_s', 'plan_s', 'data_wait_s', 'imbalance', 'widest_parent', 'children', 'cross_node_bytes',
   'cross_node_bytes_disabled', 'compiles', 'mode', 'plan_digest', 'micro_batches', 'epoch', 'balance_loss',
   'router_z_loss', 'dropped_assignments', 'predicted_s', 'predicted_s_disabled', 'solo_tokens',
-  'halo_micro_batches',
+  'halo_micro_batches', 'skipped',
 }  # fmt: skip
 
 # Runs train.py and sends its own process signals once the record of a step is written and, if a path is
@@ -232,6 +233,30 @@ def test_resume_twice_is_exact_and_other_meshes_lose_nothing(runs, straight):
   for row in ('tokens trained', 'documents', 'crossed nodes', 'largest saving'):
     (of_both,) = {line for out in (straight.out, resumed.out) for line in out.splitlines() if row in line}
     assert of_both
+
+
+def test_a_run_that_diverges_is_stopped_before_it_destroys_itself(runs):
+  huge = 'OptimizerConfig.learning_rate=1e38'
+  for _ in range(2):  # the same command resumes from before the step, and finds the same
+    stopped = runs.run('diverged', huge, code=3)
+    assert re.search(
+      r'error: step 2: the loss is \S+ and the gradient norm (nan|inf); its update', stopped.err
+    )
+    assert 'the state after step 1 is saved' in stopped.err and runs.checkpoints('diverged') == {'1'}
+    assert len(runs.losses('diverged')) == 1 and np.isfinite(runs.losses('diverged')).all()
+  left = json.loads((runs.folder / 'diverged' / 'diverged' / 'step-000002.json').read_text())
+  assert left['measured']['grad_norm'] is None and left['step'] == 2
+  assert sum(sample['tokens'] for sample in left['samples']) <= 200
+  skipping = ("TrainConfig.on_divergence='skip'", 'TrainConfig.max_skipped_steps=2')
+  skipped = runs.run('diverged', huge, *skipping, code=3)
+  assert 'error: step 4: the loss is' in skipped.err and 'as in the 2 steps before it' in skipped.err
+  records = runs.records('diverged')
+  assert [(r['step'], r['skipped'], r['grad_norm'] is None) for r in records] == [
+    (1, 0, False), (2, 1, True), (3, 1, True), (4, 1, True)
+  ]  # fmt: skip
+  assert len({r['lr'] for r in records[1:]}) == 1  # the schedule goes by updates
+  assert '3 steps whose loss or gradients were not finite' in skipped.out
+  assert '4' in runs.checkpoints('diverged')
 
 
 def test_killed_run_goes_on_from_its_last_whole_checkpoint(runs, straight):

@@ -24,6 +24,7 @@ from repack_jax.commands import command_line
 from repack_jax.config import RunConfig
 from repack_jax.config.gin_files import load
 from repack_jax.data.lengths import Histogram, file_order_batches, length_batches, read_lengths
+from repack_jax.files import write_whole
 from repack_jax.predict.cost_model import model_costs
 from repack_jax.predict.costs import Costs
 from repack_jax.report import Case, plan_page, write_trace
@@ -149,13 +150,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(plan.table() + '\n')
   print('simulated:\n' + as_text(rows, bound_s))
   if args.json:
-    args.json.write_text(json.dumps(as_json(run, own, rows, bound_s), indent=1) + '\n')
+    write_whole(args.json, json.dumps(as_json(run, own, rows, bound_s), indent=1) + '\n')
   if args.html:
-    args.html.write_text(plan_page(run, cases, f'Batch {args.batch} of {Path(file).name}'))
+    write_whole(args.html, plan_page(run, cases, f'Batch {args.batch} of {Path(file).name}'))
   if args.svg:
-    args.svg.write_text(
-      plan_svg(run, own.plans[0], f'Batch {args.batch} of {Path(file).name}'), encoding='utf-8'
-    )
+    write_whole(args.svg, plan_svg(run, own.plans[0], f'Batch {args.batch} of {Path(file).name}'))
   if args.perfetto:
     write_trace(args.perfetto, run, cases)
 

@@ -27,6 +27,7 @@ from repack_jax.commands import command_line
 from repack_jax.config import RunConfig
 from repack_jax.config.gin_files import load
 from repack_jax.data.lengths import length_batches, read_lengths
+from repack_jax.files import write_whole
 from repack_jax.plan.plan import PARENTS, Plan
 from repack_jax.predict import sizes as memory
 from repack_jax.predict.cost_model import model_costs
@@ -297,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> None:
       'crossing_steps': dict(played.crossing),
       'lost_points': {mode: played.lost_points(mode) for mode in played.modes},
     }
-    args.json.write_text(json.dumps(report, indent=2) + '\n')
+    write_whole(args.json, json.dumps(report, indent=2) + '\n')
 
 
 def command() -> None:

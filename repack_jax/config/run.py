@@ -233,6 +233,9 @@ class TrainConfig:
       to compare the losses; takes a second copy of the state as long. A resumed run does not do it again.
     draw_every_steps: steps between pages with a plan, which go to the workdir; 0 draws none of these. The
       step where repacking saves most is drawn when the run ends in any case.
+    on_divergence: what happens at a step whose loss or gradient norm is not finite; its update is never
+      applied. `stop` ends the run with the state before it saved, `skip` goes on with the next batch.
+    max_skipped_steps: with `skip`, more of them in a row end the run.
     attention: `pallas_tpu`, `cudnn` (bfloat16 on GPU), `blockwise` (portable), `reference` (dense mask, for
       tests) or `auto` (the platform's own where it serves the model, else blockwise).
     grouped: the experts' products: `ragged_dot` (XLA's: a grouped kernel on TPU, mostly dense elsewhere),
@@ -245,6 +248,8 @@ class TrainConfig:
   keep_checkpoints: int = 2
   compare_steps: int = 0
   draw_every_steps: int = 0
+  on_divergence: str = 'stop'
+  max_skipped_steps: int = 10
   attention: str = 'auto'
   grouped: str = 'auto'
 
@@ -252,10 +257,11 @@ class TrainConfig:
     check_types(self)
     check_choice(
       self,
+      on_divergence=('stop', 'skip'),
       attention=('auto', 'pallas_tpu', 'cudnn', 'blockwise', 'reference'),
       grouped=('auto', 'ragged_dot', 'blocks'),
     )
-    check_min(self, 1, 'steps', 'keep_checkpoints')
+    check_min(self, 1, 'steps', 'keep_checkpoints', 'max_skipped_steps')
     check_min(self, 0, 'checkpoint_every', 'compare_steps', 'draw_every_steps')
     _check_seed(self, bits=32)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from repack_jax.config.run import TrainConfig
 from repack_jax.parallel.agreement import check_same_plan
 from repack_jax.training.hooks import Every, call_hooks
 from repack_jax.training.planned_steps import PlannedStep
@@ -53,6 +54,33 @@ class StepDone:
   compiles: int
 
 
+class Diverged(Exception):
+  """The loss or the gradients of a step are not finite, and the run may not go on.
+
+  Attributes:
+    done: that step; the run's position is the one before, or with `skip` the one after it.
+    skipped: steps in a row that were not finite, this one included.
+  """
+
+  def __init__(self, done: StepDone, skipped: int):
+    super().__init__(f'step {done.planned.step} is not finite')
+    self.done, self.skipped = done, skipped
+
+  def describe(self, config: TrainConfig) -> str:
+    """Returns what happened, what is saved and what to do, in a line without a full stop."""
+    step, measured = self.done.planned.step, self.done.measured
+    what = f'step {step}: the loss is {measured["loss"]:g} and the gradient norm {measured["grad_norm"]:g}'
+    if config.on_divergence == 'stop':
+      return (
+        f'{what}; its update was not applied, and the state after step {step - 1} is saved. Lower '
+        "OptimizerConfig.learning_rate, set TrainConfig.on_divergence = 'skip', or look at the documents"
+      )
+    return (
+      f'{what}, as in the {self.skipped - 1} steps before it, more than TrainConfig.max_skipped_steps = '
+      f'{config.max_skipped_steps}; no update of theirs was applied. Lower OptimizerConfig.learning_rate'
+    )
+
+
 class TrainLoop:
   """Runs steps from a position on; `position` is always that of whole steps, whatever interrupts it."""
 
@@ -67,8 +95,12 @@ class TrainLoop:
 
     Args:
       planned_steps: yields (a step, seconds waited for it), the first one following `position`.
+
+    Raises:
+      Diverged: as `TrainConfig.on_divergence` and `max_skipped_steps` say.
     """
-    step, first = self._step, self.position.done
+    step, first, skipped = self._step, self.position.done, 0
+    config = step.run.train
     sums = step.zero_sums()
     while self.position.done < until and not stop():
       planned, wait_s = next(planned_steps)
@@ -79,13 +111,22 @@ class TrainLoop:
         sums = step.accumulate(self.position.state, sums, program, arrays)
       state, metrics, sums = step.update(self.position.state, sums, planned.target_tokens)
       # One assignment: an interrupt later on, even in the wait for the values, finds a whole position.
-      self.position = Position(self.position.done + 1, state, planned.batch.state_after)
+      before, self.position = (
+        self.position,
+        Position(self.position.done + 1, state, planned.batch.state_after),
+      )
       measured = {name: value.item() for name, value in metrics.items()}
       step_s = time.perf_counter() - start
       compile_s = step.compile_s - compiled_s
       compiles = step.traces['accumulate']
       done = StepDone(planned, self.position, measured, step_s, compile_s, wait_s, compiles)
+      skipped = skipped + 1 if measured['skipped'] else 0
+      if skipped and config.on_divergence == 'stop':
+        self.position = Position(before.done, state, before.data_state)  # nothing of the state has changed
+        raise Diverged(done, skipped)
       call_hooks(self._hooks, self.position.done, done)
+      if skipped > config.max_skipped_steps:
+        raise Diverged(done, skipped)
 
 
 def initial_position(step: TrainStep) -> Position:

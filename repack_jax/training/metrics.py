@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,14 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from repack_jax.checks import ConfigError
 from repack_jax.config.run import RunConfig
+from repack_jax.files import write_whole
 from repack_jax.plan.plan import PARENTS
 from repack_jax.predict import flops
+from repack_jax.report.words import count
 
 if TYPE_CHECKING:  # the loop needs JAX, what it says of a step does not
   from repack_jax.training.loop import StepDone
 
 Record = dict[str, Any]
+
+log = logging.getLogger(__name__)
 
 
 def _children(step: StepDone) -> dict[str, int]:
@@ -81,49 +88,104 @@ def step_record(run: RunConfig, step: StepDone) -> Record:
 def status(record: Record) -> str:
   """Returns a step in a few words, for a progress bar; its tokens a second are those without compiling."""
   spent_s = record['step_s'] - record['compile_s'] + record['data_wait_s']
+  skipped = ', skipped' if record['skipped'] else ''
   return (
-    f'loss {record["loss"]:.3f}, {record["tokens"] / spent_s:,.0f} tokens/s, '
+    f'loss {record["loss"]:.3f}{skipped}, {record["tokens"] / spent_s:,.0f} tokens/s, '
     f'padding {record["padding_fraction"]:.0%}, imbalance {record["imbalance"]:.2f}'
   )
 
 
+def finite(record: Mapping[str, Any]) -> Record:
+  """Returns the record with None in place of numbers that JSON does not have: NaN and infinities."""
+  return {
+    name: None if isinstance(value, float) and not math.isfinite(value) else value
+    for name, value in record.items()
+  }
+
+
 class MetricsFile:
-  """Appends records to `metrics.jsonl`; a resumed run first drops those after its checkpoint."""
+  """Appends records to `metrics.jsonl`; a resumed run first drops those after its checkpoint.
+
+  Where the file can't be written, on a full disk say, records are kept and written with a later one: training
+  goes on. Raises ConfigError where what is there cannot be read.
+  """
 
   def __init__(self, path: Path, keep_steps: int):
+    self._path = path
     self.records = [record for record in _read(path) if record['step'] <= keep_steps]
-    path.write_text(''.join(json.dumps(record) + '\n' for record in self.records))
-    self._file = path.open('a')
+    missing = keep_steps - len({record['step'] for record in self.records})
+    if missing:
+      log.warning('%s: lacks the records of %s before step %d', path, count(missing, 'step'), keep_steps)
+    write_whole(path, ''.join(_line(record) for record in self.records))
+    self._pending, self._failed = b'', False
+    self._size = path.stat().st_size
 
   def write(self, record: Record) -> None:
-    self.records.append(record)
-    self._file.write(json.dumps(record) + '\n')
-    self._file.flush()
+    """Adds the record of a step."""
+    self.records.append(finite(record))
+    self._pending += _line(record).encode()
+    self._write_pending()
 
   def close(self) -> None:
-    self._file.close()
+    """Writes what could not be written before, if it can be now."""
+    if self._pending:
+      self._write_pending()
+
+  def _write_pending(self) -> None:
+    try:
+      with self._path.open('r+b') as file:
+        file.truncate(self._size)  # what a failed attempt has left
+        file.seek(self._size)
+        file.write(self._pending)
+    except OSError as error:
+      if not self._failed:
+        log.warning('%s: cannot be written (%s); records are kept for later', self._path, error.strerror)
+      self._failed = True
+      return
+    self._failed = False
+    self._size, self._pending = self._size + len(self._pending), b''
+
+
+def _line(record: Record) -> str:
+  return json.dumps(finite(record), allow_nan=False) + '\n'
 
 
 def _read(path: Path) -> list[Record]:
-  """The whole records of a file; a line cut short by a kill is left out."""
+  """The whole records of a file; a last line that a kill has cut short is left out."""
+  try:
+    lines = path.read_bytes().splitlines() if path.exists() else []
+  except OSError as error:
+    raise ConfigError(f'{path}: cannot be read ({error.strerror})') from error
   records = []
-  for line in path.read_text().splitlines() if path.exists() else []:
+  for number, line in enumerate(lines, 1):
     try:
-      records.append(json.loads(line))
-    except json.JSONDecodeError:
-      continue
+      record = json.loads(line)
+      if not isinstance(record.get('step'), int):
+        raise ValueError('no step')
+    except (ValueError, AttributeError) as error:
+      if number == len(lines):
+        break
+      raise ConfigError(
+        f'{path}, line {number}: is not the record of a step; the file is damaged. Repair or remove it: a '
+        'run resumes without it'
+      ) from error
+    records.append(record)
   return records
 
 
 def _mean_loss(records: Sequence[Record]) -> float:
-  """Over target tokens, not over steps: a mean of means would favour short batches."""
-  targets = sum(record['target_tokens'] for record in records)
-  return sum(record['loss'] * record['target_tokens'] for record in records) / max(1, targets)
+  """Over target tokens, not steps: a mean of means would favour short batches. Without skipped steps."""
+  losses = [(record['loss'], record['target_tokens']) for record in records if record['loss'] is not None]
+  return sum(loss * targets for loss, targets in losses) / max(1, sum(targets for _, targets in losses))
 
 
 def _compared(records: Sequence[Record]) -> list[tuple[str, str]]:
   """Rows with the losses of the first steps, as trained and with repacking disabled; none where none were."""
-  both = [(record['loss'], record['loss_disabled']) for record in records if 'loss_disabled' in record]
+  both = [
+    (record['loss'], record['loss_disabled'])
+    for record in records
+    if None not in (record['loss'], record.get('loss_disabled'))
+  ]
   if not both:
     return []
   own, disabled = (' '.join(f'{loss:.5f}' for loss in losses) for losses in zip(*both, strict=True))
@@ -148,6 +210,7 @@ def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
   predicted = sum(record['predicted_s'] for record in records)
   faster = predicted / sum(record['predicted_s_disabled'] for record in records)
   dropped = sum(record.get('dropped_assignments', 0) for record in records)  # 0 where a model has no experts
+  skipped = sum(record['skipped'] for record in records)
   tokens = sum(record['tokens'] for record in records)
   solo = sum(record['solo_tokens'] for record in records) / tokens
   epochs = tokens / data_counts['epoch_tokens']
@@ -158,12 +221,13 @@ def summary(records: Sequence[Record], data_counts: Mapping[str, int]) -> str:
     (
       'final loss',
       f'{_mean_loss(tail):.4f} over the last {len(tail)} of {last["step"]} steps (first '
-      f'{records[0]["loss"]:.4f})',
+      f'{_mean_loss(records[:1]):.4f})',
     ),
     *_compared(records),
     ('tokens trained', f'{tokens:,} ({epochs:.2f} epochs)'),
     ('documents', f'{data_counts["documents"]:,} in the source: {fates}'),
     ('expert assignments', f'{dropped:,.0f} dropped'),
+    *([('skipped', f'{skipped} steps whose loss or gradients were not finite')] if skipped else []),
     ('compiles', f'{last["compiles"]} of the forward and backward program'),
     ('widest parent', f'SP{max(record["widest_parent"] for record in records)}'),
     ('children', f'{histogram}; {solo:.0%} of tokens in none, on single ranks'),

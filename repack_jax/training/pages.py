@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from repack_jax.config.run import RunConfig
+from repack_jax.files import write_whole
 from repack_jax.report import plan_page
 from repack_jax.report.case import cases_of
 
@@ -79,7 +80,7 @@ class PlanPages:
   def _write(self, name: str, drawn: _Drawn) -> None:
     self._folder.mkdir(exist_ok=True)
     page = plan_page(self._run, cases_of(self._run, drawn.lengths), f'Step {drawn.step} of {self._title}')
-    (self._folder / name).write_text(page, encoding='utf-8')
+    write_whole(self._folder / name, page)
 
 
 def _saved(record: Mapping[str, Any]) -> tuple[float, float]:

@@ -193,7 +193,11 @@ class TrainStep:
       return self._accumulate(state.params, state.carry, sums, arrays, program=program)
 
   def update(self, state: TrainState, sums: Sums, target_tokens: int) -> tuple[TrainState, Metrics, Sums]:
-    """Returns the state after the update, the step's metrics, and zeroed sums; state and sums are donated."""
+    """Returns the state after the update, the step's metrics, and zeroed sums; state and sums are donated.
+
+    Where the loss or the gradient norm is not finite, the update is not applied: the metric `skipped` is 1,
+    and the state is as before, but for its step where the run goes on (`TrainConfig.on_divergence`).
+    """
     with self._compiling('the update'):
       return self._update(state, sums, jnp.float32(max(1, target_tokens)))
 
@@ -239,12 +243,16 @@ class TrainStep:
     self.traces['update'] += 1
     grads = jax.tree.map(lambda g: g / target_tokens, sums.grads)
     updates, optimizer = self.optimizer.update(grads, state.optimizer, state.params)
-    metrics = self.model.metrics(sums.losses, target_tokens) | {
-      'grad_norm': optax.tree.norm(grads),
-      'lr': jnp.float32(self.schedule(state.step)),
-    }
+    metrics = self.model.metrics(sums.losses, target_tokens) | {'grad_norm': optax.tree.norm(grads)}
+    finite = jnp.isfinite(metrics['loss']) & jnp.isfinite(metrics['grad_norm'])
+    # Of updates, which are fewer than steps where some were skipped.
+    (_, updated), *_ = optax.tree_utils.tree_get_all_with_path(state.optimizer, 'count')
+    metrics |= {'lr': jnp.float32(self.schedule(updated)), 'skipped': jnp.int32(~finite)}
     params = optax.apply_updates(state.params, updates)
-    new_state = TrainState(params, optimizer, self.model.next_carry(sums.losses), state.step + 1)
+    goes_on = finite | (self.run.train.on_divergence == 'skip')
+    after = TrainState(params, optimizer, self.model.next_carry(sums.losses), state.step)
+    kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state)
+    new_state = kept._replace(step=state.step + goes_on.astype(state.step.dtype))
     return new_state, metrics, jax.tree.map(jnp.zeros_like, sums)
 
   # --- ahead of any data ------------------------------------------------------------------------------------
