@@ -15,7 +15,6 @@ import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,8 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.dry_run:
       return dry_run(run)
     name = Path(args.config[-1]).stem if args.config else 'default'
-    workdir = args.workdir or Path('runs') / f'{name}-{time.strftime("%Y%m%d-%H%M%S")}'
-    return train(run, workdir)
+    return train(run, args.workdir, name)
   except ConfigError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
@@ -113,8 +111,8 @@ class Setup:
     return planned_steps(self.run, batches, self.step.put, hooks)
 
 
-def train(run: RunConfig, workdir: Path) -> int:
-  """Runs or resumes a run in its workdir; returns the exit code."""
+def train(run: RunConfig, workdir: Path | None, name: str) -> int:
+  """Runs or resumes a run in its workdir, or in a new one of this name; returns the exit code."""
   from repack_jax.training.checkpoints import Checkpoints
   from repack_jax.training.diverged import write_diverged
   from repack_jax.training.loop import Diverged, initial_position, restored_position
@@ -122,14 +120,17 @@ def train(run: RunConfig, workdir: Path) -> int:
   from repack_jax.training.pages import PlanPages
   from repack_jax.training.progress import opening
   from repack_jax.training.signals import collected_signals
-  from repack_jax.training.workdir import check_workdir, claim_workdir
+  from repack_jax.training.workdir import check_workdir, claimed_workdir
 
   diverged = None
   with collected_signals() as stop:
-    check_workdir(run, workdir)
+    if workdir is not None:
+      check_workdir(run, workdir)
     setup = Setup(run)
-    claim_workdir(run, workdir)
-    with contextlib.closing(Checkpoints(workdir, run.train.keep_checkpoints)) as checkpoints:
+    with (
+      claimed_workdir(run, workdir, name) as workdir,
+      contextlib.closing(Checkpoints(workdir, run.train.keep_checkpoints)) as checkpoints,
+    ):
       print(opening(run, setup.device, workdir, checkpoints.latest_step or 0), flush=True)
       if checkpoints.latest_step is None:
         position = initial_position(setup.step)
@@ -142,7 +143,10 @@ def train(run: RunConfig, workdir: Path) -> int:
           _train_steps(setup, position, checkpoints, metrics, pages, stop)
         except Diverged as error:
           diverged = error
-  stopped = f' (stopped by {stop[0].name}, saved; the same command with --workdir resumes)' if stop else ''
+  stopped = ''
+  if stop:
+    saved = 'saved' if metrics.records else 'before its first step was done, so nothing is saved'
+    stopped = f' (stopped by {stop[0].name}, {saved}; the same command with --workdir resumes)'
   print(f'\nrun in {workdir}{stopped}\n{summary(metrics.records, setup.index.counts)}')
   if drawn := pages.draw_largest_saving(metrics.records):
     page, what = drawn

@@ -144,7 +144,7 @@ def planned_summary() -> dict[str, str]:
     if number <= run.train.compare_steps:
       programs |= {Program.of_plan(plan, run.sp_degrees) for plan in planned.solution.baseline_plans}
     position = Position(number, None, None)  # type: ignore[arg-type]
-    done = StepDone(planned, position, {'loss': 0.0}, 1.0, 0.0, 0.0, len(programs))
+    done = StepDone(planned, position, {'loss': 0.0, 'skipped': 0}, 1.0, 0.0, 0.0, len(programs))
     records.append(step_record(run, done))
   best = max(records, key=lambda r: r['cross_node_bytes_disabled'] - r['cross_node_bytes'])
   return rows(summary(records, index.counts).splitlines()) | {

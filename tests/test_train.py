@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from repack_jax.config.gin_files import load
+from repack_jax.training.workdir import new_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 MINI = ROOT / 'tests' / 'mini.gin'
@@ -282,6 +283,26 @@ def test_killed_run_goes_on_from_its_last_whole_checkpoint(runs, straight):
   assert aside - {'2'} == {'10', '12', '14'}
   assert_goes_on(runs, 'killed')
   assert {'14', '15'} <= runs.checkpoints('killed')
+
+
+def test_two_runs_never_share_a_workdir(runs, straight):
+  go_on = runs.folder / 'go on'
+  first = runs.start(runs.arguments('shared'), ('SIGTERM', '2', str(go_on)))
+  metrics = runs.folder / 'shared' / 'metrics.jsonl'
+  while not metrics.exists() or metrics.read_text().count('\n') < 2:
+    assert first.poll() is None
+    time.sleep(0.05)
+  second = runs.run('shared', code=2)
+  assert f'shared: process {first.pid} on ' in second.err and 'is writing there' in second.err
+  go_on.touch()
+  finish(first, 143)
+  runs.run('shared')
+  assert_goes_on(runs, 'shared')
+
+
+def test_default_names_never_collide(tmp_path):
+  path = tmp_path / 'runs' / 'tiny-20261201-120000'
+  assert [new_folder(path).name for _ in range(3)] == [path.name, f'{path.name}-2', f'{path.name}-3']
 
 
 @pytest.mark.long

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from repack_jax.checks import ConfigError
@@ -10,6 +17,7 @@ from repack_jax.config.gin_files import load, resolved
 from repack_jax.config.model import ModelConfig
 from repack_jax.config.paths import is_path
 from repack_jax.config.run import DataConfig, RunConfig
+from repack_jax.files import write_whole
 from repack_jax.kinds import LayerKind
 
 # Sections that a run cannot change when it is resumed.
@@ -34,10 +42,47 @@ def check_workdir(run: RunConfig, workdir: Path) -> None:
         )
 
 
-def claim_workdir(run: RunConfig, workdir: Path) -> None:
-  """Makes the workdir and writes `resolved.gin`; raises ConfigError where it cannot be written."""
+@contextlib.contextmanager
+def claimed_workdir(run: RunConfig, workdir: Path | None, name: str) -> Iterator[Path]:
+  """Makes the workdir, writes `resolved.gin` and yields the folder, which no other run can claim meanwhile.
+
+  The lock is the process': it is free again when that ends, however it does.
+
+  Args:
+    workdir: by default a new one in `runs/`, called by the name and the time.
+
+  Raises:
+    ConfigError: where it cannot be written, or another run has claimed it.
+  """
   try:
+    if workdir is None:
+      workdir = new_folder(Path('runs') / f'{name}-{time.strftime("%Y%m%d-%H%M%S")}')
     workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / 'resolved.gin').write_text(resolved(run), encoding='utf-8')
+    lock = (workdir / '.lock').open('a+', encoding='utf-8')
   except OSError as error:
     raise ConfigError(f'--workdir {workdir}: cannot be written ({error.strerror})') from error
+  with lock:
+    try:
+      fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+      lock.seek(0)
+      raise ConfigError(
+        f'--workdir {workdir}: {lock.read().strip() or "another run"} is writing there. Wait for its end, or '
+        'give another --workdir'
+      ) from error
+    lock.truncate(0)
+    lock.write(f'process {os.getpid()} on {socket.gethostname()}\n')
+    lock.flush()
+    write_whole(workdir / 'resolved.gin', resolved(run))
+    yield workdir
+
+
+def new_folder(path: Path) -> Path:
+  """Makes a folder that was not there, this one or with a number behind its name; returns it."""
+  path.parent.mkdir(parents=True, exist_ok=True)
+  for number in itertools.count(1):
+    folder = path if number == 1 else path.with_name(f'{path.name}-{number}')
+    with contextlib.suppress(FileExistsError):
+      folder.mkdir()
+      return folder
+  raise AssertionError
