@@ -4,7 +4,8 @@
     python train.py --config configs/tiny_cpu.gin --set 'TrainConfig.steps=20' --workdir runs/mine
 
 A workdir that holds a checkpoint is resumed. Exit codes: 0 done, 2 a mistake in the config or the data, 3
-the loss or its gradients were not finite, 130 or 143 stopped by Ctrl-C or SIGTERM after saving a checkpoint.
+the loss or its gradients were not finite, 4 the last steps could not be saved, 130 or 143 stopped by Ctrl-C
+or SIGTERM after saving a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ if TYPE_CHECKING:  # JAX starts only when the config has said how many devices t
   from repack_jax.training.metrics import MetricsFile
   from repack_jax.training.pages import PlanPages
   from repack_jax.training.planned_steps import PlannedStep
+  from repack_jax.training.signals import StopSignals
 
-DIVERGED = 3  # exit code
+DIVERGED, NOT_SAVED = 3, 4  # exit codes
 
 log = logging.getLogger('train')
 
@@ -46,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.dry_run:
       return dry_run(run)
     name = Path(args.config[-1]).stem if args.config else 'default'
-    return train(run, args.workdir, name)
+    return train(run, args.workdir, name, args.allow_change)
   except ConfigError as error:
     print(f'error: {error}', file=sys.stderr)
     return 2
@@ -58,12 +60,16 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
   parser = argparse.ArgumentParser(
     description='Train a hybrid-attention model with layerwise repacking.',
     epilog='Exit codes: 0 done; 2 a mistake in the config or the data; 3 the loss or its gradients were not '
-    'finite; 130, 143 stopped by a signal, saved.',
+    'finite; 4 the last steps could not be saved; 130, 143 stopped by a signal, saved.',
   )
   add_config_arguments(parser)
   parser.add_argument(
     '--workdir', type=Path, metavar='DIR',
     help='where checkpoints and metrics go; resumed if it holds a checkpoint (default: a new one in runs/)',
+  )  # fmt: skip
+  parser.add_argument(
+    '--allow-change', action='store_true',
+    help='resume with another optimizer, schedule or seed than the run had so far',
   )  # fmt: skip
   parser.add_argument(
     '--dry-run', action='store_true',
@@ -111,7 +117,7 @@ class Setup:
     return planned_steps(self.run, batches, self.step.put, hooks)
 
 
-def train(run: RunConfig, workdir: Path | None, name: str) -> int:
+def train(run: RunConfig, workdir: Path | None, name: str, allow_change: bool = False) -> int:
   """Runs or resumes a run in its workdir, or in a new one of this name; returns the exit code."""
   from repack_jax.training.checkpoints import Checkpoints
   from repack_jax.training.diverged import write_diverged
@@ -123,13 +129,15 @@ def train(run: RunConfig, workdir: Path | None, name: str) -> int:
   from repack_jax.training.workdir import check_workdir, claimed_workdir
 
   diverged = None
-  with collected_signals() as stop:
+  with collected_signals(run.train.grace_s) as stop:
     if workdir is not None:
-      check_workdir(run, workdir)
+      check_workdir(run, workdir, allow_change)
     setup = Setup(run)
     with (
       claimed_workdir(run, workdir, name) as workdir,
-      contextlib.closing(Checkpoints(workdir, run.train.keep_checkpoints)) as checkpoints,
+      contextlib.closing(
+        Checkpoints(workdir, run.train.keep_checkpoints, 60 * run.train.checkpoint_minutes)
+      ) as checkpoints,
     ):
       print(opening(run, setup.device, workdir, checkpoints.latest_step or 0), flush=True)
       if checkpoints.latest_step is None:
@@ -137,16 +145,18 @@ def train(run: RunConfig, workdir: Path | None, name: str) -> int:
       else:
         position = restored_position(*checkpoints.restore(setup.step.state_shapes()))
         log.info('resuming %s after step %d', workdir, position.done)
+      if position.done >= run.train.steps:
+        print(f'all {run.train.steps} steps are done: nothing to do. Raise TrainConfig.steps to go on')
       pages = PlanPages(run, workdir)
       with contextlib.closing(MetricsFile(workdir / 'metrics.jsonl', position.done)) as metrics:
         try:
           _train_steps(setup, position, checkpoints, metrics, pages, stop)
         except Diverged as error:
           diverged = error
-  stopped = ''
-  if stop:
-    saved = 'saved' if metrics.records else 'before its first step was done, so nothing is saved'
-    stopped = f' (stopped by {stop[0].name}, {saved}; the same command with --workdir resumes)'
+  stopped, done = '', metrics.records[-1]['step'] if metrics.records else 0
+  if stop.received:
+    saved = 'saved' if done else 'before its first step was done, so nothing is saved'
+    stopped = f' (stopped by {stop.received[0].name}, {saved}; the same command with --workdir resumes)'
   print(f'\nrun in {workdir}{stopped}\n{summary(metrics.records, setup.index.counts)}')
   if drawn := pages.draw_largest_saving(metrics.records):
     page, what = drawn
@@ -157,7 +167,10 @@ def train(run: RunConfig, workdir: Path | None, name: str) -> int:
       file=sys.stderr,
     )
     return DIVERGED
-  return 128 + stop[0] if stop else 0
+  if done != (checkpoints.latest_step or 0):
+    print(f'error: the state after step {done} could not be saved, see above', file=sys.stderr)
+    return NOT_SAVED
+  return 128 + stop.received[0] if stop.received else 0
 
 
 def _train_steps(
@@ -166,7 +179,7 @@ def _train_steps(
   checkpoints: Checkpoints,
   metrics: MetricsFile,
   pages: PlanPages,
-  stop: list[signal.Signals],
+  stop: StopSignals,
 ) -> None:
   """Trains with what goes on beside it: a record and the progress bar each step, checkpoints as asked for."""
   from repack_jax.data.prefetch import Prefetcher
@@ -196,15 +209,26 @@ def _train_steps(
 
   hooks = [
     Every(1, record),
+    Every(1, lambda step: checkpoints.tend(step.position)),
     Every(config.checkpoint_every, lambda step: checkpoints.save(step.position)),
   ]
   loop = TrainLoop(setup.step, start, hooks)
+
+  def last_resort() -> str:
+    """Saves what was trained, whatever the main thread is at; only an update under way owns the state."""
+    checkpoints.save(loop.position)
+    checkpoints.close()
+    last = checkpoints.latest_step
+    return 'nothing is saved' if last is None else f'the state after step {last} is saved'
+
   planned = Prefetcher(setup.planned_steps(start.data_state, pages), setup.run.planner.lookahead_steps)
   with planned, Progress(setup.run, start.done) as progress:
     setup.step.watch_compile = progress.compiling
+    stop.last_resort = last_resort
     try:
-      loop.run(first_shown(planned), config.steps, lambda: stop)
+      loop.run(first_shown(planned), config.steps, lambda: stop.received)
     finally:  # whatever ends the loop, what was trained is kept
+      stop.is_ending.set()
       checkpoints.save(loop.position)
 
 

@@ -259,7 +259,7 @@ def test_profiles(profile):
   assert cluster.attention_flops_per_s < cluster.matmul_flops_per_s < 0.8 * cluster.peak_flops_per_s
   assert (
     (cluster.exchange, cluster.exchange_meets) == ('ragged', 'span')
-    and cluster.prefetch_layers == 0
+    and cluster.prefetch_layers == cluster.exchange_chunks == 1
     and cluster.peer_latency_s == 0
   )
   rates = (cluster.intra_node_bytes_per_s, cluster.inter_node_bytes_per_s)

@@ -192,6 +192,29 @@ def test_workdir_of_another_run_and_workdir_that_is_none(capsys):
   window = 'SlidingWindowAttention.window_tokens=32'
   Path('run/resolved.gin').write_text(resolved(load([MINI], [source, window])))
   assert 'SlidingWindowAttention.window_tokens = 16: the run in run has 32' in error_of(capsys, argv)
+  cosine, steps = "OptimizerConfig.schedule='cosine'", 'TrainConfig.steps=5'
+  for before, now, message in (
+    (
+      ['OptimizerConfig.beta1=0.5'],
+      [],
+      'OptimizerConfig.beta1 = 0.9: the run in run has 0.5. Resume it with',
+    ),
+    (
+      ['TrainConfig.seed=1'],
+      [],
+      'TrainConfig.seed = 0: the run in run has 1. Resume it with the same value, or',
+    ),
+    (
+      [cosine, steps],
+      [cosine],
+      'TrainConfig.steps = 15: the run in run has 5, which its learning rates follow.',
+    ),
+  ):
+    Path('run/resolved.gin').write_text(resolved(load([MINI], [source, *before])))
+    found = error_of(capsys, [*arguments(source, *now), '--workdir', 'run'])
+    assert message in found and found.rstrip().endswith('say --allow-change')
+  Path('run/resolved.gin').write_text('ModelConfig.d_mo')
+  assert 'run/resolved.gin: cannot be read back' in error_of(capsys, argv)
   Path('file').write_text('mine')
   argv = [*arguments(source), '--workdir', 'file']
   assert '--workdir file: cannot be written' in error_of(capsys, argv)

@@ -75,15 +75,17 @@ class Runs:
     named = [] if workdir is None else ['--workdir', str(self.folder / workdir)]
     return ['--config', str(config), *(part for s in settings for part in ('--set', s)), *named]
 
-  def start(self, arguments: list[str], signalled: tuple[str, ...] = (), **env: str) -> subprocess.Popen:
-    """`signalled` is (names of signals, step, path to await or '')."""
-    program = ['-c', SIGNALLED, *signalled] if signalled else [str(ROOT / 'train.py')]
+  def start(
+    self, arguments: list[str], signalled: tuple[str, ...] = (), program: str = SIGNALLED, **env: str
+  ) -> subprocess.Popen:
+    """`signalled` is what the program takes: (names of signals, step, path to await or '')."""
+    command = ['-c', program, *signalled] if signalled else [str(ROOT / 'train.py')]
     quick = {
       'JAX_COMPILATION_CACHE_DIR': str(Path(jax.config.jax_compilation_cache_dir).resolve()),
       'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0',
     }
     process = subprocess.Popen(
-      [sys.executable, *program, *arguments],
+      [sys.executable, *command, *arguments],
       cwd=self.folder,
       env=os.environ | quick | {'PYTHONPATH': str(ROOT)} | env,
       stdout=subprocess.PIPE,
@@ -274,13 +276,8 @@ def test_killed_run_goes_on_from_its_last_whole_checkpoint(runs, straight):
   whole.with_name('14').mkdir()
   resumed = runs.run('killed', often)
   assert 'after step 6' in resumed.err
-  # Step 2's too, where the kill came while it was being deleted.
-  aside = {
-    line.split(':')[0].rsplit('/', 1)[1]
-    for line in resumed.err.splitlines()
-    if 'incomplete checkpoint' in line
-  }
-  assert aside - {'2'} == {'10', '12', '14'}
+  aside = re.findall(r'checkpoints/(\d+): this checkpoint is incomplete', resumed.err)
+  assert set(aside) == {'10', '12', '14'}
   assert_goes_on(runs, 'killed')
   assert {'14', '15'} <= runs.checkpoints('killed')
 
@@ -312,11 +309,46 @@ def test_signals_save_and_exit(runs, straight):
   for names, code in codes.items():
     stopped = finish(started[names], code)
     name, *second = names.split()
-    assert f'{name}: saving after the step that runs' in stopped.err
+    assert f'{name}: saving after the step that runs, or in 15 s at the latest' in stopped.err
     assert second or (f'stopped by {name}, saved' in stopped.out and 'of 4 steps' in stopped.out)
     assert runs.checkpoints(names) == {'4'}
   runs.run('SIGTERM')
   assert_goes_on(runs, 'SIGTERM')
+
+
+# Runs train.py and compiles for ever once a step is done, when a SIGTERM comes.
+COMPILING = """
+import os, signal, sys, time
+import train
+from repack_jax.training.step import TrainStep
+
+step, *argv = sys.argv[1:]
+update = TrainStep.update
+
+def update_and_compile(self, state, *args):
+  after = update(self, state, *args)
+  if int(after[0].step) == int(step):
+    def for_ever(*_):
+      with self._compiling('for ever', object()):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1000)
+    self.accumulate = for_ever
+  return after
+
+TrainStep.update = update_and_compile
+sys.exit(train.main(argv))
+"""
+
+
+def test_a_compilation_does_not_eat_the_grace_time(runs, straight):
+  """What was trained before it is saved; the run goes on from there."""
+  process = runs.start(runs.arguments('grace', 'TrainConfig.grace_s=1.0'), ('3',), program=COMPILING)
+  stopped = finish(process, 143)
+  assert 'SIGTERM: saving after the step that runs, or in 1 s at the latest' in stopped.err
+  assert 'SIGTERM: ends now; the state after step 3 is saved' in stopped.err
+  assert runs.checkpoints('grace') == {'3'}
+  runs.run('grace')
+  assert_goes_on(runs, 'grace')
 
 
 def test_sigterm_during_the_first_compilation(runs):

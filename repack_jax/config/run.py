@@ -227,7 +227,10 @@ class TrainConfig:
   Attributes:
     steps: optimizer steps in all (a resumed run counts those done before).
     seed: of the initial weights; below 2 ** 32.
-    checkpoint_every: steps between checkpoints; 0 keeps only the one written at the end.
+    grace_s: seconds between SIGTERM or Ctrl-C and the end of the process at the latest, besides those that
+      saving takes; before that it ends behind the step that runs.
+    checkpoint_minutes: time between checkpoints; 0 for none by time. One is written at the end in any case.
+    checkpoint_every: steps between checkpoints, besides; 0 for none by steps.
     keep_checkpoints: how many of the latest are kept.
     compare_steps: the first so many steps are also run with repacking disabled, from the same initial state,
       to compare the losses; takes a second copy of the state as long. A resumed run does not do it again.
@@ -244,6 +247,8 @@ class TrainConfig:
 
   steps: int = 100
   seed: int = 0
+  grace_s: float = 15.0
+  checkpoint_minutes: float = 10.0
   checkpoint_every: int = 0
   keep_checkpoints: int = 2
   compare_steps: int = 0
@@ -262,7 +267,9 @@ class TrainConfig:
       grouped=('auto', 'ragged_dot', 'blocks'),
     )
     check_min(self, 1, 'steps', 'keep_checkpoints', 'max_skipped_steps')
-    check_min(self, 0, 'checkpoint_every', 'compare_steps', 'draw_every_steps')
+    check_min(
+      self, 0, 'grace_s', 'checkpoint_minutes', 'checkpoint_every', 'compare_steps', 'draw_every_steps'
+    )
     _check_seed(self, bits=32)
 
 

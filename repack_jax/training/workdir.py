@@ -6,40 +6,84 @@ import contextlib
 import dataclasses
 import fcntl
 import itertools
+import logging
 import os
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from repack_jax.checks import ConfigError
 from repack_jax.config.gin_files import load, resolved
 from repack_jax.config.model import ModelConfig
 from repack_jax.config.paths import is_path
-from repack_jax.config.run import DataConfig, RunConfig
+from repack_jax.config.run import DataConfig, OptimizerConfig, RunConfig, parts
 from repack_jax.files import write_whole
 from repack_jax.kinds import LayerKind
 
-# Sections that a run cannot change when it is resumed.
+# Sections that a run cannot change when it is resumed, and those that change what it means.
 _FIXED = (ModelConfig, LayerKind, DataConfig)
+_MEANING = (OptimizerConfig,)
+
+log = logging.getLogger(__name__)
 
 
-def check_workdir(run: RunConfig, workdir: Path) -> None:
-  """Raises ConfigError where the workdir holds a run with another model or data, naming the first field."""
+class _Change(NamedTuple):
+  section: str
+  field: str
+  old: object
+  new: object
+
+  @property
+  def name(self) -> str:
+    return f'{self.section}.{self.field}'
+
+
+def check_workdir(run: RunConfig, workdir: Path, allow_change: bool = False) -> None:
+  """Raises ConfigError where the workdir holds a run of another meaning, naming the first field.
+
+  Model and data can't change. The optimizer and its schedule, which a run of other steps has another of, may
+  where `allow_change` says so. Whatever else has changed is a line of the log.
+  """
   saved = workdir / 'resolved.gin'
   if not saved.exists():
     return
-  for old, new in zip(load([str(saved)], []).sections(), run.sections(), strict=True):
-    if not isinstance(old, _FIXED):
-      continue
-    for field in dataclasses.fields(old):
-      name, value = field.name, getattr(old, field.name)
-      # Data may move: what is in them is checked against the checkpoint. Kinds are sections of their own.
-      if name != 'kinds' and not is_path(field, value) and value != getattr(new, name):
+  try:
+    before = load([str(saved)], [])
+  except (ConfigError, UnicodeDecodeError) as error:
+    raise ConfigError(
+      f'{saved}: cannot be read back, so it was changed or damaged ({error}). Remove it to resume with this '
+      'config as it is, or give another --workdir'
+    ) from error
+  changes = []
+  for old, new in zip(before.sections(), run.sections(), strict=False):
+    for change in _changes(old, new):
+      changes.append(change)
+      refused = f'{change.name} = {change.new!r}: the run in {workdir} has {change.old!r}. '
+      if isinstance(old, _FIXED):
+        raise ConfigError(refused + 'Resume it with the same value, or give another --workdir')
+      bends = change.name == 'TrainConfig.steps' and run.optimizer.schedule != 'constant'
+      if not allow_change and (isinstance(old, _MEANING) or bends or change.name == 'TrainConfig.seed'):
+        why = 'which its learning rates follow. ' if bends else ''
         raise ConfigError(
-          f'{type(new).__name__}.{name} = {getattr(new, name)!r}: the run in {workdir} has {value!r}. '
-          'Resume it with the same value, or give another --workdir'
+          f'{refused.rstrip(". ")}{", " + why if why else ". "}Resume it with the same value, or say '
+          '--allow-change'
         )
+  if changes:
+    log.info('other than before: %s', ', '.join(f'{c.name} = {c.new!r} ({c.old!r})' for c in changes))
+
+
+def _changes(old: Any, new: Any) -> Iterator[_Change]:
+  """Yields the fields of a section that differ, but for paths and parts that are sections of their own."""
+  if type(old) is not type(new):
+    return
+  held = parts(old)
+  for field in dataclasses.fields(old):
+    before, after = getattr(old, field.name), getattr(new, field.name)
+    # Data may move: what is in them is checked against the checkpoint.
+    if field.name not in held and not is_path(field, before) and before != after:
+      yield _Change(type(new).__name__, field.name, before, after)
 
 
 @contextlib.contextmanager
