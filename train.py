@@ -155,19 +155,19 @@ def train(run: RunConfig, workdir: Path | None, name: str, allow_change: bool = 
           diverged = error
   stopped, done = '', metrics.records[-1]['step'] if metrics.records else 0
   if stop.received:
-    saved = 'saved' if done else 'before its first step was done, so nothing is saved'
+    nothing = checkpoints.latest_step is None
+    saved = 'before its first step was done, so nothing is saved' if nothing else 'saved'
     stopped = f' (stopped by {stop.received[0].name}, {saved}; the same command with --workdir resumes)'
   print(f'\nrun in {workdir}{stopped}\n{summary(metrics.records, setup.index.counts)}')
   if drawn := pages.draw_largest_saving(metrics.records):
     page, what = drawn
     print(f'  {"largest saving":<20}{what}\n  {"its plan":<20}{page}')
   if diverged is not None:
-    print(
-      f'error: {diverged.describe(run.train)}; its documents are in {write_diverged(workdir, diverged)}',
-      file=sys.stderr,
-    )
+    left = write_diverged(workdir, diverged)
+    what = diverged.describe(run.train, checkpoints.saved)
+    print(f'error: {what}; its documents are in {left}', file=sys.stderr)
     return DIVERGED
-  if done != (checkpoints.latest_step or 0):
+  if done > (checkpoints.latest_step or 0):
     print(f'error: the state after step {done} could not be saved, see above', file=sys.stderr)
     return NOT_SAVED
   return 128 + stop.received[0] if stop.received else 0
@@ -218,8 +218,7 @@ def _train_steps(
     """Saves what was trained, whatever the main thread is at; only an update under way owns the state."""
     checkpoints.save(loop.position)
     checkpoints.close()
-    last = checkpoints.latest_step
-    return 'nothing is saved' if last is None else f'the state after step {last} is saved'
+    return checkpoints.saved
 
   planned = Prefetcher(setup.planned_steps(start.data_state, pages), setup.run.planner.lookahead_steps)
   with planned, Progress(setup.run, start.done) as progress:

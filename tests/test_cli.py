@@ -226,6 +226,10 @@ def test_damaged_checkpoint(capsys):
   small = (source, "ModelConfig.pattern='S'", 'ModelConfig.num_layers=1', 'TrainConfig.steps=1')
   argv = [*arguments(*small), '--workdir', 'run']
   assert train.main(argv) == 0
+  Path('run/metrics.jsonl').unlink()
+  capsys.readouterr()
+  assert train.main(argv) == 0  # without its records too
+  assert 'all 1 steps are done: nothing to do' in capsys.readouterr().out
   for file in Path('run/checkpoints/1/state').rglob('d/*'):
     if file.is_file():
       file.write_bytes(file.read_bytes()[:10])

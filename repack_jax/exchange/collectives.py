@@ -157,16 +157,14 @@ def dispatch(ex: Exchange, operands: tuple[jax.Array, ...], route: Route) -> tup
     chex.assert_shape(x, (t, heads, d))
 
   def slots(degree: int, chunk: int) -> jax.Array:
-    of_rank, sent = ex.wire.rank_heads(degree), ex.wire.chunk_heads(degree, chunk)
-    count = ex.wire.chunk_count(degree)
+    of_core, sent = ex.wire.core_heads(degree, chunk), ex.wire.chunk_heads(degree, chunk)
 
-    def by_peer(x: jax.Array, heads: int, sent: int) -> jax.Array:
+    def by_peer(x: jax.Array, worked_on: slice, sent: int) -> jax.Array:
       if x.shape[1] < degree:
         x = jnp.repeat(x, degree // x.shape[1], axis=1)
-      first = chunk * heads // count
-      return x.reshape(t, degree, heads, d)[:, :, first : first + sent]
+      return x.reshape(t, degree, -1, d)[:, :, worked_on][:, :, :sent]
 
-    return jnp.concatenate(list(map(by_peer, operands, of_rank, sent)), axis=2).swapaxes(0, 1)
+    return jnp.concatenate(list(map(by_peer, operands, of_core, sent)), axis=2).swapaxes(0, 1)
 
   def moved(chunk: int) -> jax.Array:
     heads_of = ex.wire.dispatched(chunk)

@@ -263,14 +263,20 @@ def _layout_times(plan: Plan, costs: Costs, program: Program, layout: str, share
   wire, groups = costs.wire.fitted(program.degrees(layout)), plan.groups(layout)
   tiling = Tiling.at(np.array([group.first_rank for group in groups]), plan.num_ranks)
   degree = np.array([group.size if group.samples else 1 for group in groups])[tiling.of]
+  known, place = np.unique(degree, return_inverse=True)
+
+  def on_ranks(of_degree: HeadsOf) -> np.ndarray:
+    return np.array([of_degree(int(one)) for one in known])[place]
+
   tokens = shared.astype(np.float64)
   sent = -(-tokens // plan.row_tokens) * plan.row_tokens  # whole rows travel, padding and all
   span = program.span(layout)
   if costs.cluster.exchange == 'dense':
     crosses, site_s = np.full(plan.num_ranks, span > plan.ranks_per_node), _dense_s(costs, program, layout)
   else:
-    crosses, site_s = degree > plan.ranks_per_node, _ragged_s(plan, costs, span, tiling, degree, sent)
-  counts, alone = _of_degrees(wire.chunk_count, degree), wire.chunk_count(1)
+    crosses = degree > plan.ranks_per_node
+    site_s = _ragged_s(plan, costs, span, tiling, degree, sent, on_ranks)
+  counts, alone = on_ranks(wire.chunk_count), wire.chunk_count(1)
   held = tokens + (plan.rank_tokens - plan.shared_tokens)
   routed, expert_s, expert_bytes = _expert_times(plan, costs, held)
   return LayoutTimes(
@@ -293,14 +299,14 @@ def _layout_times(plan: Plan, costs: Costs, program: Program, layout: str, share
   )
 
 
-def _of_degrees(of: HeadsOf, degree: np.ndarray) -> np.ndarray:
-  """Applies a function of one SP degree to many, of which few differ."""
-  known, place = np.unique(degree, return_inverse=True)
-  return np.array([of(int(one)) for one in known])[place]
-
-
 def _ragged_s(
-  plan: Plan, costs: Costs, span: int, groups: Tiling, degree: np.ndarray, sent: np.ndarray
+  plan: Plan,
+  costs: Costs,
+  span: int,
+  groups: Tiling,
+  degree: np.ndarray,
+  sent: np.ndarray,
+  on_ranks: Callable[[HeadsOf], np.ndarray],
 ) -> Callable[[HeadsOf], np.ndarray]:
   """Seconds of an exchange by the heads that it sends, [num_ranks].
 
@@ -310,6 +316,7 @@ def _ragged_s(
     span: ranks that the exchange spans.
     degree: SP degree of each rank's group.
     sent: slots of each rank's share of its group's stream.
+    on_ranks: gives a function of the degree for each rank, [num_ranks].
   """
   cluster, wire = costs.cluster, costs.wire
   local = np.minimum(degree, plan.ranks_per_node)
@@ -321,7 +328,7 @@ def _ragged_s(
   latency_s = costs.site_latency_s(np.full(len(degree), span) if cluster.span_meets else degree)
 
   def site_s(heads_of: HeadsOf) -> np.ndarray:
-    heads = _of_degrees(heads_of, degree)
+    heads = on_ranks(heads_of)
     row_bytes = heads * wire.itemsize * wire.head_dim
     seconds = np.maximum(
       intra * row_bytes / cluster.intra_node_bytes_per_s, inter * row_bytes / cluster.inter_node_bytes_per_s

@@ -53,14 +53,22 @@ class Checkpoints:
     self._writing: int | None = None
     self._sealing: Future[None] | None = None
 
+  @property
+  def saved(self) -> str:
+    """Returns what is saved, in words."""
+    return (
+      'nothing is saved' if self.latest_step is None else f'the state after step {self.latest_step} is saved'
+    )
+
   # --- saving -------------------------------------------------------------------------------------------
 
   def tend(self, position: Position) -> None:
     """Saves where that is due by time, and looks after what is being saved; called after each step."""
-    if self._writing is not None and not self._manager.is_saving_in_progress():
-      self._finish_writing()
-    if self._every_s and time.monotonic() - self._saved_s >= self._every_s:
-      self.save(position)
+    with self._lock:
+      if self._writing is not None and not self._manager.is_saving_in_progress():
+        self._finish_writing()
+      if self._every_s and time.monotonic() - self._saved_s >= self._every_s:
+        self.save(position)
 
   def save(self, position: Position) -> None:
     """Copies the state off the devices and writes it in the background.
@@ -107,9 +115,7 @@ class Checkpoints:
       self._failed(step, error)
       return
     self.latest_step = step
-    if self._sealing is not None:
-      self._sealing.result()
-    self._sealing = self._thread.submit(self._seal, step)
+    self._sealing = self._thread.submit(self._seal, step)  # of one thread, so in turn
 
   def _failed(self, step: int, error: Exception) -> None:
     good = 'none is there yet'
@@ -123,15 +129,16 @@ class Checkpoints:
     """Notes the checksums of a checkpoint, and deletes those that it makes too many."""
     try:
       write_whole(self._sums / f'{step}.json', json.dumps(_checksums(self._folder / str(step))))
+      for old in _steps(self._folder)[: -self._keep]:
+        path = self._folder / str(old)
+        gone = path.with_name(f'{old}.deleted')
+        path.rename(gone)  # at once: what is left of a deletion that is interrupted is no checkpoint
+        shutil.rmtree(gone, ignore_errors=True)
+        (self._sums / f'{old}.json').unlink(missing_ok=True)
     except (ConfigError, OSError) as error:
-      log.warning('%s: no checksums noted of step %d (%s)', self._sums, step, error)
-      return
-    for old in _steps(self._folder)[: -self._keep]:
-      path = self._folder / str(old)
-      gone = path.with_name(f'{old}.deleted')
-      path.rename(gone)  # at once: what is left of a deletion that is interrupted is no checkpoint
-      shutil.rmtree(gone, ignore_errors=True)
-      (self._sums / f'{old}.json').unlink(missing_ok=True)
+      log.warning(
+        '%s: checksums of step %d are not noted, or older ones not gone (%s)', self._folder, step, error
+      )
 
   # --- restoring ----------------------------------------------------------------------------------------
 

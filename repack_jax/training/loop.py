@@ -66,18 +66,23 @@ class Diverged(Exception):
     super().__init__(f'step {done.planned.step} is not finite')
     self.done, self.skipped = done, skipped
 
-  def describe(self, config: TrainConfig) -> str:
-    """Returns what happened, what is saved and what to do, in a line without a full stop."""
+  def describe(self, config: TrainConfig, saved: str) -> str:
+    """Returns what happened, what is saved and what to do, in a line without a full stop.
+
+    Args:
+      saved: as `Checkpoints.saved` has it.
+    """
     step, measured = self.done.planned.step, self.done.measured
     what = f'step {step}: the loss is {measured["loss"]:g} and the gradient norm {measured["grad_norm"]:g}'
     if config.on_divergence == 'stop':
       return (
-        f'{what}; its update was not applied, and the state after step {step - 1} is saved. Lower '
+        f'{what}; its update was not applied, and {saved}. Lower '
         "OptimizerConfig.learning_rate, set TrainConfig.on_divergence = 'skip', or look at the documents"
       )
     return (
       f'{what}, as in the {self.skipped - 1} steps before it, more than TrainConfig.max_skipped_steps = '
-      f'{config.max_skipped_steps}; no update of theirs was applied. Lower OptimizerConfig.learning_rate'
+      f'{config.max_skipped_steps}; no update of theirs was applied, and {saved}. Lower '
+      'OptimizerConfig.learning_rate'
     )
 
 
@@ -110,11 +115,9 @@ class TrainLoop:
       for program, arrays in zip(planned.programs, planned.arrays, strict=True):
         sums = step.accumulate(self.position.state, sums, program, arrays)
       state, metrics, sums = step.update(self.position.state, sums, planned.target_tokens)
-      # One assignment: an interrupt later on, even in the wait for the values, finds a whole position.
-      before, self.position = (
-        self.position,
-        Position(self.position.done + 1, state, planned.batch.state_after),
-      )
+      # Replaced at once: an interrupt later on, even in the wait for the values, finds a whole position.
+      before = self.position
+      self.position = Position(before.done + 1, state, planned.batch.state_after)
       measured = {name: value.item() for name, value in metrics.items()}
       step_s = time.perf_counter() - start
       compile_s = step.compile_s - compiled_s

@@ -112,7 +112,7 @@ class MetricsFile:
 
   def __init__(self, path: Path, keep_steps: int):
     self._path = path
-    self.records = [record for record in _read(path) if record['step'] <= keep_steps]
+    self.records = [finite(record) for record in _read(path) if record['step'] <= keep_steps]
     missing = keep_steps - len({record['step'] for record in self.records})
     if missing:
       log.warning('%s: lacks the records of %s before step %d', path, count(missing, 'step'), keep_steps)
@@ -123,7 +123,7 @@ class MetricsFile:
   def write(self, record: Record) -> None:
     """Adds the record of a step."""
     self.records.append(finite(record))
-    self._pending += _line(record).encode()
+    self._pending += _line(self.records[-1]).encode()
     self._write_pending()
 
   def close(self) -> None:
@@ -147,7 +147,7 @@ class MetricsFile:
 
 
 def _line(record: Record) -> str:
-  return json.dumps(finite(record), allow_nan=False) + '\n'
+  return json.dumps(record, allow_nan=False) + '\n'
 
 
 def _read(path: Path) -> list[Record]:
